@@ -1,0 +1,663 @@
+"""Rollout: prompts in; sampled responses, the sampler's own log-probs and rewards out.
+
+    a_t ~ μ(·|s_t) = softmax(z_t / τ)            log μ(a_t|s_t) over the full vocabulary
+    R = +1 if the verifier accepts the response, −1 otherwise; cut at the length limit: −1
+
+S3AC §3.1 (binary reward on the last token), §3.2 (why log μ is kept: IcePoP and MIS compare it
+with the trainer's log π_old). Shapes, for B prompts, the longest prompt P and longest response T:
+
+    tokens    [B, P+T]  prompt left-padded to P ‖ response right-padded to T
+    attention [B, P+T]  True on real tokens; position ids are counted from it
+    mask      [B, T]    True on sampled tokens, the end-of-sequence token included, nothing after it
+
+    state s_t   = prompt + response[:t]                 the hidden state *before* response token t
+    response(x) = x[:, −T−1:−1]                         the one place where the shift by one happens
+
+Masks come from positions, never from `ids == pad`: pad == eos is normal. Four parts: the batch,
+the sampler (`generate`, the one function to replace by another engine), problems and verifiers,
+the embedded task. Left out: paged attention, several servers, sampling while training.
+
+    python rollout.py              one batch of the embedded task, token by token
+    python rollout.py --bench      tokens per second against transformers' own model.generate
+    python rollout.py --bench --model DIR
+"""
+
+import argparse
+import functools
+import inspect
+import json
+import os
+import random
+import re
+import select
+import string
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from fractions import Fraction
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicCache
+
+# --------------------------------------------------------------------------------------- batch
+
+
+@dataclass
+class Batch:
+    """One rollout batch. train.py fills the last four fields, in this order."""
+
+    tokens: Tensor  # [B, P+T] long
+    attention: Tensor  # [B, P+T] bool
+    mask: Tensor  # [B, T] bool
+    prompt_id: Tensor  # [B] long: key of DAPS's counts and of groups
+    reward: Tensor  # [B] float, −1 | +1
+    truncated: Tensor  # [B] bool: no end-of-sequence token within the limit
+    logp_roll: Tensor  # [B, T] float: log μ(a_t|s_t) at the sampling temperature
+    logp_old: Tensor | None = None  # [B, T] log π_old(a_t|s_t), the trainer's
+    value: Tensor | None = None  # [B, T] V(s_t); value[:, 0] = V(s_0)
+    advantage: Tensor | None = None  # [B, T] Â_t
+    keep: Tensor | None = None  # [B, T] bool: mask ∧ IcePoP ∧ MIS
+
+
+def positions(attention: Tensor) -> Tensor:
+    """Position ids [B, S]: the first real token of each row is 0, wherever it stands."""
+    return (attention.long().cumsum(-1) - 1).clamp_min(0)
+
+
+def response(x: Tensor, T: int) -> Tensor:
+    """From x [B, S, …] of every position to [B, T, …] of the states before each response token."""
+    return x[:, -T - 1 : -1]
+
+
+def take(batch: Batch, rows: Tensor) -> Batch:
+    """The given rows (indices, or bool [B]), cut to their own longest prompt and response."""
+    T = batch.mask.shape[1]
+    attention, mask = batch.attention[rows], batch.mask[rows]
+    real = attention.any(0)
+    first = int(real.int().argmax())  # columns before it are padding in every row taken
+    width = int((real[-T:] | mask.any(0)).sum()) if T else 0  # right-padding: columns kept
+    picked = {}
+    for field in fields(Batch):
+        x = getattr(batch, field.name)
+        if x is None:
+            continue
+        wide = field.name in ("tokens", "attention")
+        x = x[rows]
+        picked[field.name] = (
+            x[:, first : x.shape[1] - T + width] if wide else x[:, :width] if x.ndim == 2 else x
+        )
+    return Batch(**picked)
+
+
+def concatenate(batches: list[Batch]) -> Batch:
+    """One batch of several: prompts padded on the left, responses on the right. [ΣB, …]"""
+    T = max(b.mask.shape[1] for b in batches)
+    P = max(b.tokens.shape[1] - b.mask.shape[1] for b in batches)
+    joined = {}
+    for field in fields(Batch):
+        rows = [getattr(b, field.name) for b in batches]
+        if rows[0] is None:
+            continue
+        if rows[0].ndim == 2:
+            wide = field.name in ("tokens", "attention")
+            rows = [
+                nn.functional.pad(
+                    x, (P - (x.shape[1] - b.mask.shape[1]) if wide else 0, T - b.mask.shape[1])
+                )
+                for x, b in zip(rows, batches)
+            ]
+        joined[field.name] = torch.cat(rows)
+    return Batch(**joined)
+
+
+# ------------------------------------------------------------------------------------- sampler
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    eos_id: int | list[int],
+    pad_id: int,
+    generator: torch.Generator | None = None,
+    max_rows: int = 256,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Samples one response to each prompt (lists of token ids, none empty), rows in their order.
+
+    At most max_rows responses are under way at once. One that ends leaves the batch and the cache
+    at once; when an eighth of the rows is free, waiting prompts take their places. Temperature 0
+    is greedy decoding, scored at temperature 1.
+
+    Returns tokens [B, P+T] long, attention [B, P+T] bool, mask [B, T] bool, logp_roll [B, T]
+    float32 over the full vocabulary at this temperature, 0 where mask is False. T is the longest
+    response sampled. A response cut at max_new_tokens keeps its last token.
+    """
+    _check_generate(prompts, max_new_tokens, temperature, max_rows)
+    device, B = next(model.parameters()).device, len(prompts)
+    eos = torch.tensor(eos_id, device=device).reshape(-1)
+    out = torch.full((B, max_new_tokens), pad_id, device=device)
+    logp_roll = torch.zeros(B, max_new_tokens, device=device)
+    length = torch.zeros(B, dtype=torch.long, device=device)
+    live, waiting = _Live(model, pad_id, device), list(range(B))
+    while waiting or len(live.row):
+        if waiting and len(live.row) <= max_rows - max(1, max_rows // 8):
+            free = max_rows - len(live.row)
+            admitted, waiting = waiting[:free], waiting[free:]
+            row, logits = live.admit(admitted, [prompts[i] for i in admitted])
+        else:
+            row, logits = live.row, live.step()
+        token, logp = _sample(logits, temperature, generator)
+        out[row, length[row]], logp_roll[row, length[row]] = token, logp
+        length[row] += 1
+        live.keep(token, ~torch.isin(token, eos) & (length[row] < max_new_tokens))
+    T = int(length.max())
+    mask = torch.arange(T, device=device) < length[:, None]
+    tokens, attention = left_pad(prompts, pad_id, device)
+    return (
+        torch.cat([tokens, out[:, :T]], 1), torch.cat([attention, mask], 1), mask, logp_roll[:, :T]
+    )
+
+
+def _sample(logits: Tensor, temperature: float, generator) -> tuple[Tensor, Tensor]:
+    """logits [R, V] -> token [R] and its log-prob [R] in float32."""
+    logp = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
+    if temperature == 0:
+        token = logp.argmax(-1, keepdim=True)
+    else:
+        token = torch.multinomial(logp.exp(), 1, generator=generator)
+    return token[:, 0], logp.gather(-1, token)[:, 0]
+
+
+class _Live:
+    """The rows under way: row [R] (numbers of their prompts), last token [R], attention [R, W],
+    KV cache. Rows are right-aligned, so that one column is `now` for all of them; positions come
+    from the attention mask, and columns in which nobody has a token are cut off on the left."""
+
+    def __init__(self, model: nn.Module, pad_id: int, device: torch.device):
+        self.model, self.pad_id, self.device = model, pad_id, device
+        self.row = torch.empty(0, dtype=torch.long, device=device)
+        self.last = self.row
+        self.attention = torch.empty(0, 0, dtype=torch.bool, device=device)
+        self.cache = None
+        named = inspect.signature(model.forward).parameters  # renamed within transformers 5
+        self.cache_name = "cache" if "cache" in named else "past_key_values"
+
+    def _forward(self, tokens: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
+        out = self.model(
+            input_ids=tokens, attention_mask=attention.long(), use_cache=True, logits_to_keep=1,
+            position_ids=positions(attention)[:, -tokens.shape[1] :], **{self.cache_name: cache},
+        )
+        return out.logits[:, -1]
+
+    def admit(self, numbers: list[int], prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Prefills prompts and joins them to the rows under way -> their numbers, logits [n, V]."""
+        tokens, attention = left_pad(prompts, self.pad_id, self.device)
+        cache = DynamicCache()
+        logits = self._forward(tokens, attention, cache)
+        W = max(self.attention.shape[1], attention.shape[1])
+        if self.cache:
+            for old, new in zip(self.cache.layers, cache.layers):
+                new.keys = torch.cat([_widen(old.keys, W, -2), _widen(new.keys, W, -2)])
+                new.values = torch.cat([_widen(old.values, W, -2), _widen(new.values, W, -2)])
+            attention = torch.cat([_widen(self.attention, W, 1), _widen(attention, W, 1)])
+        self.cache, self.attention = cache, attention
+        row = torch.tensor(numbers, device=self.device)
+        self.row, self.last = torch.cat([self.row, row]), torch.cat([self.last, row])
+        return row, logits
+
+    def step(self) -> Tensor:
+        """Feeds every row's last token -> logits [R, V]."""
+        now = self.attention.new_ones(len(self.row), 1)
+        self.attention = torch.cat([self.attention, now], 1)
+        return self._forward(self.last[:, None], self.attention, self.cache)
+
+    def keep(self, token: Tensor, going_on: Tensor) -> None:
+        """token [n], going_on [n] bool, of the last n rows: notes the tokens, drops rows that ended."""
+        n = len(token)
+        self.last = torch.cat([self.last[: len(self.last) - n], token])
+        stay = torch.cat([going_on.new_ones(len(self.row) - n), going_on])
+        if bool(stay.all()):
+            return
+        rows = stay.nonzero()[:, 0]
+        self.row, self.last, self.attention = self.row[rows], self.last[rows], self.attention[rows]
+        if not len(rows):
+            self.cache, self.attention = None, self.attention[:, :0]
+            return
+        first = int(self.attention.any(0).int().argmax())
+        self.attention = self.attention[:, first:]
+        for layer in self.cache.layers:
+            layer.keys = layer.keys[rows, :, first:]
+            layer.values = layer.values[rows, :, first:]
+
+
+def _widen(x: Tensor, W: int, dim: int) -> Tensor:
+    """Zeros on the left of one dimension, up to width W."""
+    shape = list(x.shape)
+    shape[dim] = W - shape[dim]
+    return torch.cat([x.new_zeros(shape), x], dim) if shape[dim] else x
+
+
+def left_pad(rows: list[list[int]], pad_id: int, device) -> tuple[Tensor, Tensor]:
+    """Lists of ids -> tokens [B, P] and attention [B, P]."""
+    P = max(map(len, rows))
+    tokens = torch.tensor([[pad_id] * (P - len(row)) + list(row) for row in rows], device=device)
+    real = P - torch.tensor([len(row) for row in rows], device=device)
+    return tokens, torch.arange(P, device=device) >= real[:, None]
+
+
+def _check_generate(prompts, max_new_tokens, temperature, max_rows) -> None:
+    empty = [i for i, prompt in enumerate(prompts) if len(prompt) == 0]
+    if not len(prompts) or empty:
+        found = f"an empty prompt at {empty[0]}" if empty else "no prompt"
+        raise ValueError(f"prompts: expected lists of token ids, none empty; found {found}")
+    if max_new_tokens < 1 or max_rows < 1:
+        raise ValueError(
+            f"max_new_tokens and max_rows: expected 1 or more, found {max_new_tokens}, {max_rows}"
+        )
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature: expected 0 (greedy) or more, found {temperature}")
+
+
+def collect(
+    model: nn.Module,
+    tokenizer,
+    prompts: list[list[int]],
+    answers: list[str],
+    prompt_id: Tensor,
+    verifier: Callable[[str, str], float],
+    *,
+    eos_id: list[int],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    max_rows: int = 256,
+    sampler: Callable = generate,
+) -> Batch:
+    """Samples a response to each prompt (token ids, length B) and verifies it -> Batch.
+
+    prompt_id [B] long. The verifier gets text and answer, without the special tokens, and returns
+    ±1. A response without an end-of-sequence token is a failure, whatever it says.
+    """
+    tokens, attention, mask, logp_roll = sampler(
+        model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, eos_id=eos_id,
+        pad_id=tokenizer.pad_token_id, generator=generator, max_rows=max_rows,
+    )
+    T = mask.shape[1]
+    last = tokens[:, -T:].gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
+    truncated = ~torch.isin(last, torch.tensor(eos_id, device=last.device))
+    texts = decode(tokenizer, tokens[:, -T:], mask)
+    reward = torch.tensor([verifier(text, answer) for text, answer in zip(texts, answers)])
+    reward = reward.to(tokens.device)
+    # assumption: a truncated response is a failure (R = −1), not a state to bootstrap from
+    reward = torch.where(truncated, -1.0, reward)
+    return Batch(
+        tokens, attention, mask, prompt_id.to(tokens.device), reward, truncated, logp_roll
+    )
+
+
+def decode(tokenizer, tokens: Tensor, mask: Tensor) -> list[str]:
+    """Text of each row of tokens [B, T] where mask [B, T] is True, without special tokens."""
+    rows = [row[kept].tolist() for row, kept in zip(tokens.cpu(), mask.cpu())]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+# ------------------------------------------------------------------------------------ problems
+
+PROMPT_KEYS = ("prompt", "problem", "question")
+ANSWER_KEYS = ("reward_model.ground_truth", "answer", "solution")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """prompt: text, or chat messages (role, content) of which the last is the user's."""
+
+    prompt: str | list[dict]
+    answer: str
+    level: str = ""
+
+
+def load_problems(path: str) -> list[Problem]:
+    """Reads JSONL as GSM8K, MATH, AIME, DAPO-Math and verl write it; blank lines are skipped.
+
+    The first key present counts: prompt | problem | question, and reward_model.ground_truth |
+    answer | solution. Of an answer: its last box, else what follows '####' (GSM8K), else all of
+    it; of a solution: its last box. ValueError with the number of the line that does not fit.
+    """
+    problems = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                if text := line.decode("utf-8-sig").strip():
+                    row = _read_row(text)
+                    problems.append(Problem(_read_prompt(row), _read_answer(row)))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not problems:
+        raise ValueError(f"{path}: expected one JSON object per line, found no line with one")
+    return problems
+
+
+def _read_row(text: str) -> dict:
+    if text.startswith("["):
+        raise ValueError("expected JSONL, one JSON object per line, found a JSON list")
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", error)
+        raise ValueError(f"expected a JSON object, found broken JSON ({reason})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {text:.40}")
+    nested = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
+    return row | {f"reward_model.{key}": value for key, value in nested.items()}
+
+
+def _first_present(row: dict, keys: tuple[str, ...]) -> tuple[str, object]:
+    for key in keys:
+        if row.get(key) is not None:
+            return key, row[key]
+    found = ", ".join(row) or "none"
+    raise ValueError(f"expected one of the keys {', '.join(keys)}; found {found}")
+
+
+def _read_prompt(row: dict) -> str | list[dict]:
+    key, prompt = _first_present(row, PROMPT_KEYS)
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    texts = [m.get(field) for m in messages if isinstance(m, dict) for field in ("role", "content")]
+    complete = len(texts) == 2 * len(messages) and all(isinstance(text, str) for text in texts)
+    if not complete or texts[-2:-1] != ["user"] or not texts[-1].strip():
+        raise ValueError(
+            f"{key}: expected a text, or chat messages (role, content) that end with the user's, "
+            f"not empty; found {prompt!r:.40}"
+        )
+    return prompt
+
+
+def _read_answer(row: dict) -> str:
+    key, answer = _first_present(row, ANSWER_KEYS)
+    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+        raise ValueError(f"{key}: expected a text or a number, found {str(answer):.40}")
+    boxed = extract_boxed(str(answer))
+    if key == "solution" and boxed is None:
+        raise ValueError(r"solution: expected a closed \boxed{…} in it, found none")
+    answer = str(answer).rpartition("####")[2].strip() if boxed is None else boxed
+    if not canonical(answer):
+        raise ValueError(f"{key}: expected an answer, found {answer!r}")
+    return answer
+
+
+def encode_prompt(tokenizer, problem: Problem, *, instruction: str = "") -> list[int]:
+    r"""Token ids by the chat template, up to where the reply starts; without one, of plain text.
+
+    instruction is added to the user's last message on a line of its own, for example
+    "Please reason step by step, and put your final answer within \boxed{}."
+    """
+    chat = problem.prompt
+    if isinstance(chat, str):
+        chat = [{"role": "user", "content": chat}]
+    if instruction:
+        chat = [*chat[:-1], {"role": "user", "content": chat[-1]["content"] + "\n" + instruction}]
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    return tokenizer("\n\n".join(message["content"] for message in chat)).input_ids
+
+
+# ----------------------------------------------------------------------------------- verifiers
+# What the model wrote is hostile: nothing in it is evaluated, only short answers are taken apart,
+# and no signal is used, so that a worker thread comes to the same verdict.
+
+MAX_CHARS = 500  # a longer answer is compared letter by letter
+BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(-?\d[\d.,/]*))|\\.|[{}]", re.S | re.A)
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""Content of the last \boxed{…} or \fbox{…} that is closed (or `\boxed 5`), None without one.
+
+    Braces nest, \{ and \} are no braces, and of two boxes in each other the inner one is the last.
+    """
+    starts, last = [], (-1, -1)  # per open brace: where the content of its box starts, or −1
+    for token in BOX_OR_BRACE.finditer(text):
+        if token[1]:
+            last = token.span(1)
+        elif token[0] == "}" and starts:
+            last = max(last, (starts.pop(), token.start()))
+        elif token[0][-1] == "{" and token[0] != r"\{":
+            starts.append(token.end() if token[0] != "{" else -1)
+    return text[slice(*last)].strip() if last[0] >= 0 else None
+
+
+TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{"
+UNIT = (
+    r"\s*(?:degrees?|percent|dollars?|cents?|(?:square |cubic )?(?:units?|[ckm]m|inch(?:es)?|feet|"
+    r"miles?|(?:kilo|centi)?meters?)|(?:second|minute|hour|day|week|month|year)s?)"
+)
+RESPELL = [(re.compile(old, re.ASCII), new) for old, new in (
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),  # \left( -> (
+    (r"(?<!\\)\\[,;:! ()\[\]]|~|\\q?quad(?![a-z])|\\displaystyle", ""),  # spaces, \( and \)
+    (r"\\?[$%]|\^\\circ|\^\{\\circ\}|\\degree|°", ""),
+    (r"[−–]", "-"),
+    (r"\\(?:cdot|times)(?![a-z])|×|·", "*"),
+    (r"\\([lgn]e)q(?![a-z])", r"\\\1"),  # \leq -> \le
+    (rf",?\s*{TEXT}\s*(?:and|or)\s*\}}|,?\s+(?:and|or)\s+", ", "),  # 1 or 2 -> 1, 2
+    (rf"(?<=[\d}}i])\s*{TEXT}(?!\s*[ap]\.?m)[^{{}}]*\}}(?:\^\{{?\d\}}?)?$", ""),  # 5\text{ m} -> 5
+    (rf"(?<=\d){UNIT}(?:\^\{{?\d\}}?)?$", ""),  # 5 dollars -> 5
+    (rf"{TEXT}([^{{}}]*)\}}", r"\1"),  # \text{even} -> even
+    (r"\{,\}", ""),  # 1{,}000 -> 1000
+    (r"(?:(?<=[1-9])|(?<=\d\d)),(?=\d{3}(?:,\d{3})*(?![\d,])[^()\[\]{}]*$)", ""),  # 1,000 -> 1000
+    (r"^\\?[A-Za-z](?:_\w|\([a-z]\))?\s*(?:=|\\in(?![a-z]))", ""),  # x = 5 -> 5
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\(frac|sqrt)\s*(\\pi|[\da-zA-Z])", r"\\\1{\2}"),  # \sqrt2 -> \sqrt{2}
+    (r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})\s*(\\pi|[\da-zA-Z])", r"\1{\2}"),  # \frac{1}2
+    (r"\\frac\{-([^-+]*)$", r"-\\frac{\1"),  # \frac{-1}{2} -> -\frac{1}{2}
+    (r"^([-+]?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),  # 1 1/2 -> 1\frac{1}{2}
+    (r"^([-+]?)([^-+/,()\s]+)/(\d+|[a-zA-Z]|\\[a-z]+)$", r"\1\\frac{\2}{\3}"),  # x/2
+    (r"([\^_])\{(\w)\}", r"\1\2"),  # x^{2} -> x^2
+    (r"^\(([A-Z])\)$", r"\1"),  # choice (C) -> C
+    (r"^(?:--|\+|\s)+|[.\s\\]+$", ""),
+    (r"\s*,\s*", ", "),
+    (r"(?<!,)\s+", ""),
+)]
+
+
+def canonical(text: str, depth: int = 3) -> str:
+    r"""One spelling for answers that mean the same, down to depth brackets; idempotent.
+
+    Numbers become exact fractions (.5, 50/100, \frac12 -> 1/2). Tuples and intervals keep brackets
+    and order, lists and \{sets\} become their sorted elements, a \pm b the list a+b, a-b.
+    """
+    if len(text) > MAX_CHARS:
+        return text
+    for _ in range(MAX_CHARS):  # to a fixed point: what one rule removes may set off another
+        before = text
+        for old, new in RESPELL:
+            text = old.sub(new, text)
+        if text == before:
+            break
+    bracket = re.fullmatch(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})", text, re.S)
+    elements = _split_at_commas(bracket[2]) if bracket else []
+    if len(elements) < 2:  # no tuple: a list or a single answer
+        bracket, elements = None, _split_at_commas(text)
+        if r"\pm" in text:
+            elements = [e.replace(r"\pm", sign) for e in elements for sign in "+-"]
+    if len(elements) < 2 or depth == 0:
+        return _exact_number(text) or text
+    elements = [canonical(element, depth - 1) for element in elements]
+    if bracket and bracket[1] != r"\{":
+        return bracket[1] + ", ".join(elements) + bracket[3]
+    return ", ".join(sorted(elements))
+
+
+def _split_at_commas(text: str) -> list[str]:
+    """'a, (b, c)' -> ['a', ' (b, c)']; nothing where brackets do not match (save [a, b))."""
+    parts, opened = [""], []
+    for char in text:
+        if char in "([{":
+            opened.append(char)
+        elif char in ")]}" and (not opened or (opened.pop() == "{") != (char == "}")):
+            return []
+        if char == "," and not opened:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [] if opened else parts
+
+
+NUMERAL = r"\d+\.?\d*|\.\d+"
+NUMBER = re.compile(  # a decimal, or a \frac with or without a whole number before it
+    rf"(-?)(?:({NUMERAL})|(\d*)\\frac\{{(-?(?:{NUMERAL}))\}}\{{(-?(?:{NUMERAL}))\}})", re.ASCII
+)
+
+
+def _exact_number(text: str) -> str | None:
+    r"""'-0.5' -> '-1/2', '1\frac{1}{2}' -> '3/2'; None where the text is no number."""
+    match = NUMBER.fullmatch(text)
+    if not match or (match[5] and Fraction(match[5]) == 0):
+        return None
+    sign, decimal, whole, p, q = match.groups()
+    value = Fraction(decimal) if decimal else Fraction(whole or 0) + Fraction(p) / Fraction(q)
+    return str(-value if sign else value)
+
+
+def math_reward(text: str, answer: str) -> float:
+    """+1.0 if the last box of the text means the same as the answer, else −1.0. Never raises."""
+    boxed = extract_boxed(text)
+    return 1.0 if boxed and canonical(boxed) == canonical(answer) else -1.0
+
+
+NUMBER_IN_TEXT = re.compile(
+    r"(?:(?<![\w)}])[-−])?\\?\$?(?:\\[dtc]?frac\{\d+\}\{\d+\}|"
+    r"(?:\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)|\d*\.?\d+)(?:\.\d+)?(?:/\d+)?)", re.ASCII
+)
+
+
+def number_reward(text: str, answer: str) -> float:
+    """+1.0 if the last number of the text is the answer, else −1.0: for models without boxes."""
+    numbers = NUMBER_IN_TEXT.findall(text)
+    return 1.0 if numbers and canonical(numbers[-1]) == canonical(answer) else -1.0
+
+
+MATH_VERIFY_SECONDS = 10
+MATH_VERIFY_LOCK = threading.Lock()
+MATH_VERIFY = r"""
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+from math_verify import LatexExtractionConfig, parse, verify
+def read(tex): return parse(f"\\boxed{{{tex}}}", [LatexExtractionConfig()], parsing_timeout=None)
+replies, sys.stdout = sys.stdout, sys.stderr
+print("ready", file=replies, flush=True)
+for line in sys.stdin:
+    answer, boxed = json.loads(line)
+    print(verify(read(answer), read(boxed), timeout_seconds=None), file=replies, flush=True)
+"""
+
+
+@functools.cache
+def _math_verify_process() -> subprocess.Popen:
+    """math-verify in a process of its own: that can be stopped when it hangs, a thread cannot."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", MATH_VERIFY], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )
+    if process.stdout.readline() != "ready\n":
+        raise ImportError("math_verify needs a package: pip install 'math-verify[antlr4_13_2]'")
+    return process
+
+
+def math_verify_reward(text: str, answer: str) -> float:
+    """As math_reward, and where that says no, the package math-verify is asked about the same box.
+
+    ImportError if it is missing, whatever the text. An answer that takes it too long is wrong.
+    """
+    with MATH_VERIFY_LOCK:
+        process = _math_verify_process()
+        boxed = extract_boxed(text)
+        if not boxed or len(boxed) > MAX_CHARS or math_reward(text, answer) > 0:
+            return math_reward(text, answer)
+        print(json.dumps([answer, boxed]), file=process.stdin, flush=True)
+        answered, _, _ = select.select([process.stdout], [], [], MATH_VERIFY_SECONDS)
+        reply = process.stdout.readline() if answered else ""
+        if not reply:  # it hangs or died: the next question gets a new process
+            process.kill()
+            process.wait()
+            _math_verify_process.cache_clear()
+        return 1.0 if reply == "True\n" else -1.0
+
+
+
+# ------------------------------------------------------------------------------- embedded task
+# An iterated map. Prompt `3+7@d=`: start at 3, add 7 modulo 10, up to letter d, that is 4 times.
+# Response: the running values with letter counters, `a0b7c4d1$`. The number of steps is the
+# difficulty, length follows it, and a wrong step can be seen in the prefix.
+
+LETTERS = string.ascii_lowercase
+CHARACTERS = string.printable[:95]  # every printable ASCII character is a token; `$` ends a text
+HELD_OUT = 400
+
+
+def task_problems(*, held_out: bool = False) -> list[Problem]:
+    """2,200 problems for training or the 400 held out: 10 starts × 10 addends × 26 lengths.
+
+    level is the quarter of the lengths that a problem belongs to.
+    """
+    problems = []
+    for start in range(10):
+        for addend in range(10):
+            for steps, letter in enumerate(LETTERS, start=1):
+                low = (steps - 1) // 7 * 7 + 1
+                problems.append(Problem(
+                    f"{start}+{addend}@{letter}=", f"{letter}{(start + addend * steps) % 10}",
+                    f"{low:02d}-{min(low + 6, len(LETTERS)):02d} steps",
+                ))
+    random.Random(0).shuffle(problems)
+    return problems[:HELD_OUT] if held_out else problems[HELD_OUT:]
+
+
+def chain_reward(text: str, answer: str) -> float:
+    """+1.0 if the text ends with the last letter and its right value, `d1`, else −1.0."""
+    return 1.0 if text.endswith(answer) else -1.0
+
+
+def demonstration(prompt: str, wrong: float, rng: random.Random) -> str:
+    """A response in which each step is wrong with probability `wrong`; later steps go on from it.
+
+    The errors are what leaves a base policy worth improving.
+    """
+    value, addend, last = int(prompt[0]), int(prompt[2]), LETTERS.index(prompt[4])
+    steps = []
+    for letter in LETTERS[: last + 1]:
+        value = (value + addend + (rng.randrange(1, 10) if rng.random() < wrong else 0)) % 10
+        steps.append(f"{letter}{value}")
+    return "".join(steps) + "$"
+
+
+def task_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character; `$` is end of sequence and padding alike."""
+    vocabulary = {character: i for i, character in enumerate(CHARACTERS)}
+    description = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": None, "post_processor": None, "decoder": {"type": "Fuse"},
+        "pre_tokenizer": {
+            "type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False,
+        },
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "tokenizer.json")
+        with open(path, "w") as file:
+            json.dump(description, file)
+        return PreTrainedTokenizerFast(
+            tokenizer_file=path, eos_token="$", pad_token="$", unk_token="?"
+        )
+
+
+VERIFIERS = {
+    "boxed": math_reward, "number": number_reward, "math_verify": math_verify_reward,
+    "chain": chain_reward,
+}

@@ -1,0 +1,972 @@
+r"""S3AC end to end: base policy, coverage pool, value pretraining, actor-critic steps, evaluation.
+
+    for each rollout batch                                          S3AC §3, PAPER's algorithm box
+        prompts   ~ DAPS(V(s_0), counts)                            §3.4   daps.py
+        responses ~ μ(·|prompt), R ∈ {−1, +1}                       §3.1   rollout.py
+        log π_old, V(s_t)             trainer's log-probs, critic    §3.2
+        Â_t = δ_t + λ_i Â_{t+1},      λ_i = 1 − 1/(αT_i)            §3.2   gae.py
+        keep = IcePoP(π_old/μ) ∧ MIS(π_old/μ)                       §3.2   actor_loss.py
+        critic: 2 epochs of clipped ½(V − R)²                       §3.3   critic.py
+        actor:  1 epoch of −sg(clip(r) Â) log π in 8 mini-batches   §3.2   actor_loss.py
+        DAPS counts ← 0.99 · counts + outcomes                      §3.4
+
+A method is one row of METHODS: what fills `value`, what fills `advantage`, which loss, how prompts
+are selected. Everything else is shared. Each random draw of step t comes from a generator seeded
+with (seed, t), so a resumed run goes on bit for bit without any generator to save.
+
+Differs from the paper: see the README's assumptions. Left out: several processes, replay of expert
+choices (R3), asynchronous rollouts, a judge model.
+
+    python train.py                                          the embedded task, all stages
+    python train.py --model DIR --data problems.jsonl        your model, your problems
+    python train.py --resume runs/…                          goes on where it stopped
+    python train.py --help                                   every field of Config is a flag
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import math
+import os
+import random
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import rollout
+from actor_loss import (
+    cispo_loss, dis_loss, linear_entropy, linear_token_logp, mismatch_mask, ppo_clip_loss,
+)
+from critic import Critic, clip_critic_grad_, explained_variance, value_loss
+from daps import DAPS, mixed_groups
+from gae import adaptive_lambda, batch_advantage, gae, group_advantage
+from rollout import Batch, collect, concatenate, positions, response, take
+from value_pretrain import TrajectoryPool, coverage_table, format_coverage, pretrain
+
+# ------------------------------------------------------------------------------- configuration
+
+
+def flag(default, text: str, *choices):
+    """A field of Config: its default, its line in --help, the values allowed (any if none)."""
+    return field(default=default, metadata={"help": text, "choices": choices or None})
+
+
+@dataclass
+class Config:
+    """Every field is a flag; the defaults are the paper's where it gives a value."""
+
+    # run
+    method: str = flag("s3ac", "row of METHODS")
+    model: str = flag("", "folder or name of a Hugging Face model; empty: the embedded base policy")
+    data: str = flag("", "JSONL of problems; empty: the embedded task")
+    eval_data: str = flag("", "JSONL of problems to evaluate on; empty: a held-out part of the data")
+    steps: int = flag(200, "rollout batches")
+    seed: int = flag(0, "seed of everything random")
+    out: str = flag("", "run folder; empty: a new one under runs/")
+    target: float = flag(0.0, "exit with status 1 if the success at the end is below this")
+    device: str = flag("auto", "auto, cpu or cuda")
+    dtype: str = flag("float32", "of parameters and optimizer", "float32", "bfloat16")
+    compute_dtype: str = flag("float32", "of forward and backward (autocast)", "float32", "bfloat16")
+    trust_remote_code: bool = flag(False, "run code that comes with the model")
+    # rollout
+    rollout_batch: int = flag(1024, "trajectories per step")  # assumption: not known for 1.5B
+    k: int = flag(0, "responses per prompt; 0: the method's own")
+    max_prompt: int = flag(1024, "longest prompt in tokens")
+    long_prompts: str = flag("skip", "prompts over max_prompt", "skip", "stop")
+    max_response: int = flag(3072, "longest response in tokens")
+    temperature: float = flag(1.0, "of sampling, and so of the policy that is trained")
+    rollout_dtype: str = flag("", "sample with a copy of this type; empty: none", "", "bfloat16", "float16")
+    max_rows: int = flag(256, "responses under way at once")
+    verifier: str = flag("boxed", "of responses", *rollout.VERIFIERS)
+    instruction: str = flag(
+        r"Please reason step by step, and put your final answer within \boxed{}.",
+        "added to each prompt",
+    )
+    filter_rounds: int = flag(10, "rounds of replacing uniform groups (k > 1)")  # assumption
+    # actor
+    loss: str = flag("", "policy loss; empty: the method's own", "", "cispo", "ppo-clip", "dis")
+    lr: float = flag(1e-6, "learning rate")
+    mini_batches: int = flag(8, "optimizer steps per epoch over a rollout batch")
+    clip_norm: float = flag(1.0, "gradient norm limit")
+    alpha: float = flag(1.5, "α in λ = 1 − 1/(αT)")
+    eps_low: float = flag(0.2, "ratio clipped at 1 − this")
+    eps_high: float = flag(0.28, "ratio clipped at 1 + this")
+    token_low: float = flag(0.5, "IcePoP: least π_old/μ of a token")
+    token_high: float = flag(5.0, "IcePoP: largest π_old/μ of a token")
+    response_high: float = flag(5.0, "MIS: largest π_old/μ in a response")
+    weight_decay: float = flag(0.01, "AdamW, both models")  # assumption: not stated
+    # critic
+    critic: str = flag("", "folder of a pretrained critic; empty: pretrain one")
+    critic_lr: float = flag(5e-6, "learning rate")
+    critic_epochs: int = flag(2, "epochs over a rollout batch")
+    critic_clip_norm: float = flag(10.0, "gradient norm limit, in pretraining too")
+    critic_clip_split: bool = flag(False, "clip head and backbone each by its own norm")
+    value_clip: float = flag(0.5, "range of the clipped value loss; 0: off")  # assumption
+    # value pretraining
+    pool: str = flag("", "folder of an existing trajectory pool; empty: sample one")
+    pool_models: str = flag("", "more policies for the pool: folders, separated by commas")
+    pool_temperatures: str = flag("1.0,0.8,0.6", "strengths of each policy, separated by commas")
+    pool_size: int = flag(4096, "trajectories per policy and temperature")
+    pretrain_epochs: int = flag(2, "epochs")
+    pretrain_batch: int = flag(256, "trajectories per step")  # assumption: not known
+    pretrain_lr: float = flag(1e-5, "learning rate at its peak")
+    pretrain_lr_final: float = flag(5e-6, "learning rate at the end")
+    # prompt selection
+    selection: str = flag("", "of prompts; empty: the method's own", "", "uniform", "daps")
+    candidates: int = flag(4, "candidate prompts per prompt needed")  # assumption: not stated
+    a_min: float = flag(0.1, "least acceptance, 0.1–0.3 in the paper")
+    n_c: float = flag(3.0, "weight of the critic's estimate, in trials")
+    decay: float = flag(0.99, "of the counts, per rollout batch")
+    daps_uniform: int = flag(40, "steps of uniform selection at the start")
+    daps_ramp: int = flag(80, "steps until selection acts fully")
+    # evaluation and files
+    eval_every: int = flag(0, "steps between evaluations; 0: before and after only")
+    eval_problems: int = flag(256, "problems evaluated at the most")
+    eval_k: int = flag(4, "responses per problem: avg@k, pass@k")
+    eval_temperature: float = flag(1.0, "of evaluation; 0: greedy")
+    show_every: int = flag(20, "steps between responses shown with their values; 0: never")
+    save_every: int = flag(50, "steps between checkpoints; 0: at the end only")
+    keep: int = flag(2, "checkpoints kept")
+    token_budget: int = flag(32768, "padded tokens per forward pass")
+
+
+PRESETS = {
+    # two CPU cores, minutes: a 4-layer model takes a larger step size, everything else is smaller
+    "tiny": dict(
+        steps=60, rollout_batch=256, max_prompt=16, max_response=64, max_rows=256,
+        verifier="chain", instruction="", lr=1e-4, critic_lr=5e-4, pool_size=5120,
+        pretrain_lr=1e-3, pretrain_lr_final=1e-4, pretrain_batch=256,
+        daps_uniform=10, daps_ramp=20, eval_problems=400, eval_k=4,
+    ),
+    # the paper's public settings; one 8-GPU node
+    "qwen2.5-math-1.5b": dict(
+        model="Qwen/Qwen2.5-Math-1.5B", max_response=3072, compute_dtype="bfloat16",
+        rollout_dtype="bfloat16", eval_k=16, steps=400,
+    ),
+    "r1-distill-1.5b": dict(
+        model="deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", max_response=16384,
+        compute_dtype="bfloat16", rollout_dtype="bfloat16", eval_k=32, steps=400, max_rows=128,
+    ),
+}
+
+
+class Method(NamedTuple):
+    """The columns in which methods differ; --k, --loss and --selection replace one of them."""
+
+    value: str  # critic | none
+    advantage: str  # gae | group | batch
+    loss: str  # cispo | ppo-clip | dis
+    selection: str  # daps | uniform
+    k: int  # responses per prompt
+
+
+METHODS = {
+    "s3ac": Method("critic", "gae", "cispo", "daps", 1),
+    # GRPO (Shao et al. 2024, 2402.03300) with S3AC's loss, masks and group filter
+    "grpo-x": Method("none", "group", "cispo", "uniform", 8),
+    # REINFORCE++ (Hu 2025, 2501.03262): returns whitened over all tokens of the batch
+    "reinforce++": Method("none", "batch", "cispo", "uniform", 1),
+}
+
+ADVANTAGES = {
+    "gae": lambda b, cfg: gae(b.value, b.reward, b.mask, adaptive_lambda(b.mask.sum(-1), cfg.alpha)),
+    "group": lambda b, cfg: group_advantage(b.reward, b.prompt_id, b.mask),
+    "batch": lambda b, cfg: batch_advantage(b.reward, b.mask),
+}
+
+LOSSES = {
+    "cispo": lambda logp, b, n, cfg: cispo_loss(
+        logp, b.logp_old, b.advantage, b.keep, n, eps_low=cfg.eps_low, eps_high=cfg.eps_high),
+    "ppo-clip": lambda logp, b, n, cfg: ppo_clip_loss(logp, b.logp_old, b.advantage, b.keep, n),
+    "dis": lambda logp, b, n, cfg: dis_loss(logp, b.logp_roll, b.advantage, b.keep, n),
+}
+
+
+def method_of(cfg: Config) -> Method:
+    """The method's row with the columns that flags replace."""
+    given = dict(k=cfg.k, loss=cfg.loss, selection=cfg.selection)
+    return METHODS[cfg.method]._replace(**{name: x for name, x in given.items() if x})
+
+
+# Fields that may change when a run is resumed: they do not change what the next step computes.
+FREE_ON_RESUME = {"steps", "target", "out", "device", "eval_every", "show_every", "save_every", "keep"}
+
+
+def parse(argv: list[str]) -> tuple[Config, str]:
+    """Command line -> Config, and the folder to resume or "". Flags win over the preset."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--preset", choices=PRESETS, help="default: tiny without --model and --data")
+    parser.add_argument("--resume", default="", metavar="DIR", help="run folder to go on with")
+    groups = _field_groups()
+    for f in fields(Config):
+        if f.name in groups:
+            group = parser.add_argument_group(groups[f.name])
+        how = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
+            type=f.type, choices=f.metadata["choices"], metavar=f.type.__name__.upper())
+        group.add_argument(
+            "--" + f.name.replace("_", "-"), default=argparse.SUPPRESS,
+            help=f"{f.metadata['help']} [{f.default}]".replace("%", "%%"), **how)
+    given = vars(parser.parse_args(argv))
+    preset, resume = given.pop("preset"), given.pop("resume")
+    if resume:
+        return _resumed(resume, given), resume
+    if preset is None and not (given.get("model") or given.get("data")):
+        preset = "tiny"
+    return replace(Config(**PRESETS.get(preset, {})), **given), ""
+
+
+def _field_groups() -> dict[str, str]:
+    """The first field of each section of Config -> the section's title in --help."""
+    return dict(method="run", rollout_batch="rollout", loss="actor", critic="critic",
+                pool="value pretraining", selection="prompt selection",
+                eval_every="evaluation and files")
+
+
+def _resumed(folder: str, given: dict) -> Config:
+    path = os.path.join(folder, "config.json")
+    if not os.path.isfile(path):
+        raise SystemExit(f"--resume: expected a run folder with config.json, found {folder}")
+    with open(path) as file:
+        saved = Config(**json.load(file))
+    changed = [f"{n} {getattr(saved, n)!r} -> {x!r}" for n, x in given.items()
+               if getattr(saved, n) != x and n not in FREE_ON_RESUME]
+    if changed:
+        raise SystemExit("--resume: expected the configuration of that run, found other values: "
+                         + ", ".join(changed))
+    return replace(saved, **given, out=folder)
+
+
+def check(cfg: Config) -> None:
+    """ValueError in one sentence for what can be seen wrong before any model is loaded."""
+    if cfg.method not in METHODS:
+        raise ValueError(f"--method: expected one of {', '.join(METHODS)}; found {cfg.method}")
+    method = method_of(cfg)
+    if min(cfg.rollout_batch, method.k) < 1 or cfg.rollout_batch % method.k:
+        raise ValueError(f"--k: expected a divisor of --rollout-batch {cfg.rollout_batch}, "
+                         f"found {method.k}")
+    if method.advantage == "group" and method.k == 1:
+        raise ValueError(f"--k: expected 2 or more for the groups of {cfg.method}, found 1")
+    if not 1 <= cfg.mini_batches <= cfg.rollout_batch:
+        raise ValueError(f"--mini-batches: expected 1 … {cfg.rollout_batch} (--rollout-batch), "
+                         f"found {cfg.mini_batches}")
+    if method.selection == "daps" and method.value != "critic":
+        raise ValueError(f"--selection: expected uniform, since {cfg.method} has no critic that "
+                         "could tell difficulty; found daps")
+    for name in ("steps", "max_prompt", "max_response", "temperature", "lr", "critic_lr", "alpha",
+                 "clip_norm", "critic_clip_norm", "max_rows", "token_budget", "candidates",
+                 "eval_k", "eval_problems", "filter_rounds", "pool_size", "keep"):
+        if not 0 < getattr(cfg, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')}: expected a number above 0, "
+                             f"found {getattr(cfg, name)}")
+    for name in ("data", "eval_data"):
+        if getattr(cfg, name) and not os.path.isfile(getattr(cfg, name)):
+            raise ValueError(f"--{name.replace('_', '-')}: expected a JSONL file, "
+                             f"found no file {getattr(cfg, name)}")
+    for name in ("model", "critic", *(["pool_models"] if cfg.pool_models else [])):
+        for path in filter(None, getattr(cfg, name).split(",")):
+            if not os.path.isfile(os.path.join(path, "config.json")) and looks_local(path):
+                raise ValueError(f"--{name.replace('_', '-')}: expected a folder with a Hugging "
+                                 f"Face model (config.json), found none at {path}")
+    if cfg.verifier == "math_verify":
+        rollout.VERIFIERS["math_verify"](r"\boxed{1}", "1")  # ImportError that names the package
+
+
+def looks_local(path: str) -> bool:
+    """True for a path, False for what may be a name on the hub (`owner/name`)."""
+    return path.startswith((".", "/", "~")) or path.count("/") != 1 or os.path.isdir(
+        path.split("/")[0])
+
+
+# -------------------------------------------------------------------------------------- set-up
+
+
+@dataclass
+class Run:
+    """All the state of a run. What a checkpoint holds is in `state`."""
+
+    cfg: Config
+    method: Method
+    device: torch.device
+    tokenizer: object
+    eos_id: list[int]
+    problems: list[rollout.Problem]
+    prompts: list[list[int]]  # token ids of problems
+    eval_problems: list[rollout.Problem]
+    eval_prompts: list[list[int]]
+    actor: nn.Module
+    actor_opt: torch.optim.Optimizer
+    critic: Critic | None = None
+    critic_opt: torch.optim.Optimizer | None = None
+    sampler: nn.Module | None = None  # the copy that --rollout-dtype asks for
+    daps: DAPS | None = None
+    step: int = 0
+    before: dict = field(default_factory=dict)  # the evaluation before training
+    nonfinite: dict = field(default_factory=lambda: {"actor": 0, "critic": 0})  # in a row
+
+
+def setup(cfg: Config) -> Run:
+    """Model, tokenizer and problems; what may be wrong with the data is found before the model."""
+    device = torch.device(
+        cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    train, held_out = load_data(cfg)
+    model = cfg.model or build_base()
+    how = dict(trust_remote_code=cfg.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(model, **how)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    train, prompts = encode(cfg, tokenizer, train)
+    held_out, eval_prompts = encode(cfg, tokenizer, held_out)
+    actor = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, cfg.dtype), **how)
+    actor.to(device)
+    check_output_head(actor, prompts[0])
+    run = Run(
+        cfg, method_of(cfg), device, tokenizer, eos_ids(actor, tokenizer), train, prompts,
+        held_out, eval_prompts, actor, optimizer(actor, cfg.lr, cfg.weight_decay))
+    if cfg.rollout_dtype:
+        run.sampler = copy.deepcopy(actor).to(getattr(torch, cfg.rollout_dtype))
+    if run.method.selection == "daps":
+        run.daps = DAPS(len(train), a_min=cfg.a_min, n_c=cfg.n_c, decay=cfg.decay,
+                        uniform=cfg.daps_uniform, ramp=cfg.daps_ramp)
+    return run
+
+
+def load_data(cfg: Config) -> tuple[list[rollout.Problem], list[rollout.Problem]]:
+    """Problems to train on and problems held out."""
+    if not cfg.data:
+        held_out = rollout.task_problems(held_out=True)
+        train = rollout.task_problems()
+    else:
+        train = rollout.load_problems(cfg.data)
+        random.Random(0).shuffle(train)  # the split does not depend on --seed
+        n = 0 if cfg.eval_data else min(cfg.eval_problems, len(train) // 10)
+        held_out, train = train[:n], train[n:]
+    if cfg.eval_data:
+        held_out = rollout.load_problems(cfg.eval_data)
+    return train, held_out[: cfg.eval_problems]
+
+
+def encode(cfg: Config, tokenizer, problems) -> tuple[list[rollout.Problem], list[list[int]]]:
+    """Problems whose prompt fits, and their token ids."""
+    ids = [rollout.encode_prompt(tokenizer, p, instruction=cfg.instruction) for p in problems]
+    fits = [0 < len(x) <= cfg.max_prompt for x in ids]
+    too_long = len(fits) - sum(fits)
+    if too_long and (cfg.long_prompts == "stop" or not any(fits)):
+        raise ValueError(f"--max-prompt: expected prompts of at most {cfg.max_prompt} tokens, found "
+                         f"{too_long} of {len(fits)} that are longer (or empty), the longest "
+                         f"{max(map(len, ids))}; --long-prompts skip leaves them out")
+    if too_long:
+        print(f"skipped {too_long} of {len(fits)} prompts: over --max-prompt {cfg.max_prompt}")
+    return ([p for p, ok in zip(problems, fits) if ok], [x for x, ok in zip(ids, fits) if ok])
+
+
+def eos_ids(model: nn.Module, tokenizer) -> list[int]:
+    """All ids that end a response: the generation config's and the tokenizer's."""
+    named = model.generation_config.eos_token_id
+    named = named if isinstance(named, list) else [named]
+    return sorted({i for i in [*named, tokenizer.eos_token_id] if i is not None})
+
+
+@torch.no_grad()
+def check_output_head(actor: nn.Module, prompt: list[int]) -> None:
+    """ValueError unless the logits are hidden @ weightᵀ, as linear_token_logp takes them to be."""
+    tokens = torch.tensor([prompt], device=next(actor.parameters()).device)
+    hidden = actor.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, -1]
+    expected = actor.get_output_embeddings().weight.float() @ hidden.float()
+    found = actor(input_ids=tokens, use_cache=False).logits[0, -1].float()
+    error = ((found - expected).abs().max() / found.abs().max()).item()
+    if not error < 0.05:
+        raise ValueError("--model: expected logits = hidden @ weightᵀ (no bias, scale or cap on the "
+                         f"output), found a relative difference of {error:.2g}")
+
+
+def optimizer(module: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    # assumption: AdamW, betas (0.9, 0.999)
+    return torch.optim.AdamW(module.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=weight_decay)
+
+
+def build_base(folder: str = "runs/base", *, steps: int = 300, batch: int = 128) -> str:
+    """The embedded base policy as a Hugging Face folder: supervised on demonstrations with errors.
+
+    Built once; from then on it is loaded as any --model is.
+    """
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        return folder
+    tokenizer, rng = rollout.task_tokenizer(), random.Random(0)
+    torch.manual_seed(0)
+    eos = tokenizer.eos_token_id
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=4,
+        num_attention_heads=4, max_position_embeddings=256, bos_token_id=None, eos_token_id=eos,
+        pad_token_id=eos, initializer_range=0.08))  # 0.02 is too small at this width: not learned
+    problems = rollout.task_problems()
+    opt = optimizer(model, 3e-3, 0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 3e-3, total_steps=steps, pct_start=0.1)
+    bar = tqdm(range(steps), desc="base policy (once)", dynamic_ncols=True)
+    for _ in bar:
+        prompts = [rng.choice(problems).prompt for _ in range(batch)]
+        replies = [rollout.demonstration(prompt, 0.1, rng) for prompt in prompts]
+        tokens = tokenizer([p + r for p, r in zip(prompts, replies)], padding=True,
+                           return_tensors="pt").input_ids
+        length = torch.tensor([len(p) + len(r) for p, r in zip(prompts, replies)])
+        at = torch.arange(tokens.shape[1])
+        learned = (at >= len(prompts[0])) & (at < length[:, None])
+        loss = model(input_ids=tokens, labels=tokens.masked_fill(~learned, -100)).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step(), opt.zero_grad(), schedule.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+    write_folder(folder, model, tokenizer)
+    return folder
+
+
+def write_folder(folder: str, *parts) -> None:
+    """save_pretrained of each part, into a temporary folder that is then renamed."""
+    temporary = f"{folder}.writing"
+    for part in parts:
+        part.save_pretrained(temporary)
+    if os.path.isdir(folder):
+        os.rename(folder, f"{folder}.old-{time.time_ns()}")
+    os.rename(temporary, folder)
+
+
+# ---------------------------------------------------------------------------- forward, by parts
+
+
+def autocast(run: Run):
+    """bfloat16 compute where --compute-dtype asks for it; parameters stay as they are."""
+    if run.cfg.compute_dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(run.device.type, getattr(torch, run.cfg.compute_dtype))
+
+
+def hidden_states(run: Run, b: Batch) -> Tensor:
+    """Last hidden vectors [N, H] of the states before the N trainable tokens of b."""
+    with autocast(run):
+        hidden = run.actor.base_model(
+            input_ids=b.tokens, attention_mask=b.attention.long(),
+            position_ids=positions(b.attention), use_cache=False).last_hidden_state
+    return response(hidden, b.mask.shape[1])[b.mask]
+
+
+def actor_logp(run: Run, b: Batch, *, entropy: bool = False) -> Tensor:
+    """log π(a_t|s_t) [B, T], 0 where masked, at the sampling temperature, full vocabulary.
+
+    With entropy (no gradient) [2, B, T]: that of each next-token distribution in the second place.
+    """
+    T = b.mask.shape[1]
+    hidden, weight = hidden_states(run, b), run.actor.get_output_embeddings().weight
+    logp = linear_token_logp(hidden, weight, b.tokens[:, -T:][b.mask], temperature=run.cfg.temperature)
+    values = [logp]
+    if entropy:
+        values.append(linear_entropy(hidden, weight, temperature=run.cfg.temperature))
+    out = logp.new_zeros(len(values), *b.mask.shape)
+    out[:, b.mask] = torch.stack(values)
+    return out if entropy else out[0]
+
+
+def critic_value(run: Run, b: Batch) -> Tensor:
+    """V(s_t) [B, T]."""
+    with autocast(run):
+        return response(run.critic(b.tokens, b.attention), b.mask.shape[1])
+
+
+def micro_batches(b: Batch, rows: Tensor, budget: int):
+    """Yields (rows, part): the given rows in groups of similar length, at most budget padded tokens
+    each (or one row), cut to their own width."""
+    length = b.attention[rows].sum(1)
+    order = rows[length.argsort(descending=True)]
+    longest = length.sort(descending=True).values.tolist()
+    start = 0
+    while start < len(order):
+        n = max(1, budget // max(longest[start], 1))
+        yield order[start : start + n], take(b, order[start : start + n])
+        start += n
+
+
+@torch.no_grad()
+def score(run: Run, b: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log π_old, entropy and V of every trainable token, [B, T] each, in micro-batches."""
+    out = b.logp_roll.new_zeros(3, *b.mask.shape)
+    for rows, part in micro_batches(b, torch.arange(len(b.mask), device=run.device), run.cfg.token_budget):
+        T = part.mask.shape[1]
+        out[:2, rows, :T] = actor_logp(run, part, entropy=True)
+        if run.critic:
+            out[2, rows, :T] = critic_value(run, part)
+    return out[0], out[1], out[2] if run.critic else None
+
+
+# -------------------------------------------------------------------------------------- a step
+
+
+def train_step(run: Run) -> dict[str, float]:
+    """One rollout batch and its updates (S3AC §3), -> metrics."""
+    cfg, method, clock = run.cfg, run.method, Clock()
+    rng = generator(run, run.step)
+    batch, metrics = rollout_batch(run, rng)
+    metrics |= clock("rollout")
+    batch.logp_old, entropy, batch.value = score(run, batch)
+    batch.advantage = ADVANTAGES[method.advantage](batch, cfg)
+    batch.keep, mismatch = mismatch_mask(
+        batch.logp_old, batch.logp_roll, batch.mask,
+        token_range=(cfg.token_low, cfg.token_high), response_range=(0.0, cfg.response_high))
+    metrics |= means("mismatch", mismatch) | describe(run, batch, entropy) | clock("score")
+    if run.critic:  # assumption: before the actor; the advantages keep the values from before
+        metrics |= update_critic(run, batch, rng) | clock("critic")
+    metrics |= update_actor(run, batch, rng) | clock("actor")
+    run.step += 1
+    if cfg.show_every and run.step % cfg.show_every == 1:
+        tqdm.write(show_response(run, batch))
+    return metrics | {"memory/peak_gib": peak_memory(run)}
+
+
+def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, float]]:
+    """Selected prompts, K responses each, verified. With K > 1, uniform groups are replaced.
+
+    RuntimeError if no group is mixed in cfg.filter_rounds rounds (or all prompts).
+    """
+    cfg, k = run.cfg, run.method.k
+    n, unused = cfg.rollout_batch // k, torch.randperm(len(run.prompts), generator=rng)
+    kept, everything, metrics, missing = [], [], {}, n
+    for round in range(cfg.filter_rounds if k > 1 else 1):
+        missing = n - sum(len(b.reward) for b in kept) // k
+        if not missing or not len(unused):
+            break
+        ids, report = select(run, unused, min(missing, len(unused)), rng)
+        unused = unused[~torch.isin(unused, ids)]
+        metrics = metrics or report
+        batch = sample(run, ids.repeat_interleave(k), rng)
+        everything.append(batch)
+        kept.append(take(batch, mixed_groups(batch.reward, batch.prompt_id)) if k > 1 else batch)
+    kept = [b for b in kept if len(b.reward)]
+    everything = concatenate(everything)
+    if run.daps:
+        run.daps.update(everything.prompt_id.cpu(), (everything.reward > 0).cpu())
+    if not kept:
+        raise RuntimeError(
+            f"step {run.step}: every group of {k} was all right or all wrong, in {round + 1} rounds "
+            f"of prompts (success {(everything.reward > 0).float().mean():.2f}): nothing to learn from")
+    batch = concatenate(kept)
+    sampled = len(everything.reward)
+    return batch, metrics | {
+        "rollout/success": (everything.reward > 0).float().mean().item(),
+        "rollout/trajectories": len(batch.reward), "rollout/sampled": sampled,
+        "rollout/discarded": sampled - len(batch.reward),
+    }
+
+
+def select(run: Run, unused: Tensor, n: int, rng: torch.Generator) -> tuple[Tensor, dict]:
+    """n ids out of the unused ones (shuffled): the first ones, or DAPS's choice of candidates."""
+    if run.daps is None:
+        return unused[:n], {}
+    # assumption: candidates are a random multiple of the prompts needed, not the whole data set
+    ids = unused[: n * run.cfg.candidates]
+    chosen = run.daps.select(ids, initial_values(run, ids), n, run.step, rng)
+    return chosen, {f"daps/{name}": float(x) for name, x in run.daps.report.items()}
+
+
+@torch.no_grad()
+def initial_values(run: Run, ids: Tensor) -> Tensor:
+    """V(s_0) [n] of prompts, before anything is generated."""
+    lists = [run.prompts[i] for i in ids.tolist()]
+    values, per_pass = [], max(1, run.cfg.token_budget // max(map(len, lists)))
+    for start in range(0, len(lists), per_pass):
+        tokens, attention = rollout.left_pad(
+            lists[start : start + per_pass], run.tokenizer.pad_token_id, run.device)
+        with autocast(run):
+            values.append(run.critic(tokens, attention)[:, -1])
+    return torch.cat(values).cpu()
+
+
+def sample(run: Run, ids: Tensor, rng: torch.Generator) -> Batch:
+    """A verified response to each of the given training prompts (an id may repeat)."""
+    return respond(run, [run.prompts[i] for i in ids.tolist()],
+                   [run.problems[i].answer for i in ids.tolist()], ids, rng, run.cfg.temperature)
+
+
+def respond(run, prompts, answers, ids, rng, temperature, model=None) -> Batch:
+    """Samples with the rollout model and verifies, on the run's device."""
+    cfg = run.cfg
+    if run.sampler and model is None:
+        for copy_, p in zip(run.sampler.parameters(), run.actor.parameters()):
+            copy_.data.copy_(p.data)
+    with autocast(run) if not run.sampler else contextlib.nullcontext():
+        return collect(
+            model or run.sampler or run.actor, run.tokenizer, prompts, answers, ids,
+            rollout.VERIFIERS[cfg.verifier], eos_id=run.eos_id, max_new_tokens=cfg.max_response,
+            temperature=temperature, generator=on_device(rng, run.device), max_rows=cfg.max_rows)
+
+
+def update_critic(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
+    """cfg.critic_epochs epochs of the clipped squared error against R (λ_critic = 1)."""
+    cfg, stats, norms, clipped = run.cfg, {}, [], 0
+    for _ in range(cfg.critic_epochs):
+        for rows in mini_batches(run, b, rng):
+            n_tokens = b.mask[rows].sum()
+            for _, part in micro_batches(b, rows, cfg.token_budget):
+                loss, s = value_loss(
+                    critic_value(run, part), part.reward, part.mask, n_tokens,
+                    old_value=part.value, clip=cfg.value_clip or None)
+                loss.backward()
+                add(stats, s)
+            norm = clip_critic_grad_(run.critic, cfg.critic_clip_norm, split=cfg.critic_clip_split)
+            step_if_finite(run, "critic", run.critic_opt, norm["total"])
+            norms.append(norm)
+    picked = {name: stats[name] for name in ("loss", "clip_share")}
+    out = means("critic", picked) | {
+        f"critic/grad_{name}": float(np.mean([x[name] for x in norms])) for name in norms[0]}
+    over = [x["total"] > cfg.critic_clip_norm for x in norms]
+    return out | {"critic/grad_clipped_share": float(np.mean(over)),
+                  "critic/skipped_nonfinite": run.nonfinite["critic"]}
+
+
+def update_actor(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
+    """One epoch of the policy loss in cfg.mini_batches optimizer steps."""
+    cfg, stats, norms = run.cfg, {}, []
+    for rows in mini_batches(run, b, rng):
+        n_tokens = b.keep[rows].sum()  # masked tokens leave the denominator too
+        for _, part in micro_batches(b, rows, cfg.token_budget):
+            loss, s = LOSSES[run.method.loss](actor_logp(run, part), part, n_tokens, cfg)
+            loss.backward()
+            add(stats, s)
+        norm = nn.utils.clip_grad_norm_(run.actor.parameters(), cfg.clip_norm).item()
+        step_if_finite(run, "actor", run.actor_opt, norm)
+        norms.append(norm)
+    return means("actor", stats) | {
+        "actor/grad_norm": float(np.mean(norms)),
+        "actor/grad_clipped_share": float(np.mean([x > cfg.clip_norm for x in norms])),
+        "actor/skipped_nonfinite": run.nonfinite["actor"]}
+
+
+def mini_batches(run: Run, b: Batch, rng: torch.Generator) -> list[Tensor]:
+    """The rows of the batch, shuffled, in cfg.mini_batches parts of equal size (± 1)."""
+    order = torch.randperm(len(b.mask), generator=rng).to(run.device)
+    return [rows for rows in order.tensor_split(run.cfg.mini_batches) if len(rows)]
+
+
+def step_if_finite(run: Run, name: str, opt: torch.optim.Optimizer, norm: float) -> None:
+    """An optimizer step, skipped and counted if the gradient is not finite."""
+    if math.isfinite(norm):
+        opt.step()
+        run.nonfinite[name] = 0
+    else:
+        run.nonfinite[name] += 1
+    opt.zero_grad()
+    if run.nonfinite[name] == 5:
+        raise FloatingPointError(
+            f"step {run.step}: the {name}'s gradient was not finite five times in a row")
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+
+def generator(run: Run, step: int) -> torch.Generator:
+    """Random numbers of one step, a function of (seed, step) alone."""
+    return torch.Generator().manual_seed(run.cfg.seed * 1_000_003 + step)
+
+
+def on_device(rng: torch.Generator, device: torch.device) -> torch.Generator:
+    """The generator itself on a CPU; elsewhere one seeded from it."""
+    if device.type == "cpu":
+        return rng
+    seed = int(torch.randint(2**62, (), generator=rng))
+    return torch.Generator(device).manual_seed(seed)
+
+
+class Clock:
+    """clock("phase") -> {"time/phase": seconds since the last call}."""
+
+    def __init__(self):
+        self.last = time.perf_counter()
+
+    def __call__(self, name: str) -> dict[str, float]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        return {f"time/{name}": seconds}
+
+
+def add(total: dict, stats: dict) -> None:
+    """Adds (sum, count) pairs of a micro-batch to the total."""
+    for name, (s, n) in stats.items():
+        have = total.get(name, (0.0, 0.0))
+        total[name] = (have[0] + s, have[1] + n)
+
+
+def means(prefix: str, stats: dict) -> dict[str, float]:
+    """(sum, count) pairs -> named means, NaN without a count."""
+    return {f"{prefix}/{name}": float(s) / float(n) if float(n) else math.nan
+            for name, (s, n) in stats.items()}
+
+
+def describe(run: Run, b: Batch, entropy: Tensor) -> dict[str, float]:
+    """What the batch looks like before the updates."""
+    n, A = b.mask.sum(), b.advantage[b.mask]
+    out = {
+        "rollout/length": b.mask.sum(1).float().mean().item(),
+        "rollout/truncated": b.truncated.float().mean().item(),
+        "actor/entropy": (entropy[b.mask].sum() / n).item(),
+        "actor/first_ratio_error": (b.logp_old - b.logp_roll)[b.mask].abs().max().item(),
+        "advantage/mean": A.mean().item(), "advantage/std": A.std().item(),
+        "advantage/lam": adaptive_lambda(b.mask.sum(-1), run.cfg.alpha).mean().item(),
+    }
+    if run.critic:
+        R, V0 = b.reward, b.value[:, 0]
+        out |= {
+            "critic/explained_variance": explained_variance(b.value, R, b.mask),
+            "critic/value_mean": (b.value[b.mask].sum() / n).item(),
+            "critic/initial_value": V0.mean().item(),
+            "critic/initial_error": (V0 - R).square().mean().item(),
+        }
+    return out
+
+
+def peak_memory(run: Run) -> float:
+    """GiB: of the GPU where there is one, else of the process."""
+    if run.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def show_response(run: Run, b: Batch, pieces: int = 12) -> str:
+    """One response of the batch as text, V(s_t) before each of its pieces."""
+    i = int(b.mask.sum(1).argmax())
+    n, T = int(b.mask[i].sum()), b.mask.shape[1]
+    tokens = b.tokens[i, -T:][b.mask[i]].tolist()
+    cuts = sorted({round(n * j / pieces) for j in range(pieces + 1)})
+    text = ""
+    for start, stop in zip(cuts, cuts[1:]):
+        value = f"⟨{b.value[i, start]:+.2f}⟩" if b.value is not None else "·"
+        text += value + run.tokenizer.decode(tokens[start:stop])
+    prompt = run.tokenizer.decode(b.tokens[i, :-T][b.attention[i, :-T]])
+    return f"step {run.step}  {prompt[-300:]} {text}  R = {b.reward[i]:+.0f}"
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """avg@k and pass@k on the held-out problems, in all and by level, length and truncation."""
+    cfg, n, k = run.cfg, len(run.eval_prompts), run.cfg.eval_k
+    if not n:
+        return {}
+    ids = torch.arange(n).repeat_interleave(k)
+    rng = torch.Generator().manual_seed(cfg.seed)
+    b = respond(run, [run.eval_prompts[i] for i in ids], [run.eval_problems[i].answer for i in ids],
+                ids, rng, cfg.eval_temperature)
+    right = (b.reward > 0).float().view(n, k).cpu()
+    out = {f"eval/avg@{k}": right.mean().item(), f"eval/pass@{k}": right.amax(1).mean().item(),
+           "eval/length": b.mask.sum(1).float().mean().item(),
+           "eval/truncated": b.truncated.float().mean().item()}
+    levels = [p.level for p in run.eval_problems]
+    for level in sorted(set(levels) - {""}):
+        rows = torch.tensor([x == level for x in levels])
+        out[f"eval/{level}/avg@{k}"] = right[rows].mean().item()
+        out[f"eval/{level}/pass@{k}"] = right[rows].amax(1).mean().item()
+    return out
+
+
+# --------------------------------------------------------------------------------------- files
+
+
+def write_json(path: str, value) -> None:
+    with open(path + ".writing", "w") as file:
+        json.dump(value, file, indent=1)
+    os.replace(path + ".writing", path)
+
+
+def log(run: Run, metrics: dict[str, float]) -> None:
+    """One line of metrics.jsonl; a number that is not finite is written as null."""
+    clean = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+    with open(os.path.join(run.cfg.out, "metrics.jsonl"), "a") as file:
+        file.write(json.dumps({"step": run.step, **clean}) + "\n")
+
+
+def save(run: Run) -> str:
+    """A checkpoint of all state, under a temporary name first; the last cfg.keep stay."""
+    folder = os.path.join(run.cfg.out, "checkpoints")
+    os.makedirs(folder, exist_ok=True)
+    state = {"step": run.step, "before": run.before, "nonfinite": run.nonfinite,
+             "actor": run.actor.state_dict(), "actor_opt": run.actor_opt.state_dict()}
+    if run.critic:
+        state |= {"critic": run.critic.state_dict(), "critic_opt": run.critic_opt.state_dict()}
+    if run.daps:
+        state["daps"] = run.daps.state_dict()
+    path = os.path.join(folder, f"step-{run.step:06d}.pt")
+    torch.save(state, path + ".writing")
+    os.replace(path + ".writing", path)
+    for name in sorted(x for x in os.listdir(folder) if x.endswith(".pt"))[: -run.cfg.keep]:
+        os.remove(os.path.join(folder, name))
+    return path
+
+
+def load(run: Run, folder: str) -> None:
+    """Restores the last checkpoint of a run folder; metrics written after it are dropped."""
+    where = os.path.join(folder, "checkpoints")
+    names = sorted(x for x in os.listdir(where) if x.endswith(".pt")) if os.path.isdir(where) else []
+    if not names:
+        raise ValueError(f"--resume: expected a checkpoint in {where}, found none")
+    # weights_only: nothing in a checkpoint can run code
+    state = torch.load(os.path.join(where, names[-1]), map_location=run.device, weights_only=True)
+    run.step, run.before, run.nonfinite = state["step"], state["before"], state["nonfinite"]
+    run.actor.load_state_dict(state["actor"])
+    run.actor_opt.load_state_dict(state["actor_opt"])
+    if run.critic:
+        run.critic.load_state_dict(state["critic"])
+        run.critic_opt.load_state_dict(state["critic_opt"])
+    if run.daps:
+        run.daps.load_state_dict(state["daps"])
+    path = os.path.join(folder, "metrics.jsonl")
+    with open(path) as file:
+        lines = [line for line in file if json.loads(line)["step"] <= run.step]
+    with open(path + ".writing", "w") as file:
+        file.writelines(lines)
+    os.replace(path + ".writing", path)
+
+
+# --------------------------------------------------------------------------------------- stages
+
+
+def make_pool(run: Run) -> TrajectoryPool:
+    """Trajectories of policies of several strengths on the training prompts (S3AC §3.3)."""
+    cfg = run.cfg
+    if cfg.pool:
+        return TrajectoryPool.open(cfg.pool)
+    pool = TrajectoryPool(os.path.join(cfg.out, "pool"))
+    # assumption: a lower temperature stands in for a stronger policy where no later one exists yet
+    temperatures = [float(x) for x in cfg.pool_temperatures.split(",")]
+    policies = [(path, t) for path in ["", *filter(None, cfg.pool_models.split(","))] for t in temperatures]
+    rng = torch.Generator().manual_seed(cfg.seed + 1)
+    n = max(1, min(cfg.pool_size, 8 * cfg.max_rows))
+    bar = tqdm(total=cfg.pool_size * len(policies), desc="coverage pool", dynamic_ncols=True)
+    for label, (path, temperature) in enumerate(policies):
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=run.actor.dtype, trust_remote_code=cfg.trust_remote_code
+        ).to(run.device) if path else None
+        left = cfg.pool_size
+        while left:
+            ids = torch.randint(len(run.prompts), (min(n, left),), generator=rng)
+            batch = respond(run, [run.prompts[i] for i in ids], [run.problems[i].answer for i in ids],
+                            ids, rng, temperature, model)
+            pool.append(batch, label)
+            left -= len(ids)
+            bar.update(len(ids))
+            bar.set_postfix(policy=f"{os.path.basename(path) or 'base'} at {temperature}",
+                            success=f"{(batch.reward > 0).float().mean():.2f}")
+    bar.close()
+    return pool
+
+
+def prepare_critic(run: Run, resumed: bool) -> None:
+    """A critic that starts from the actor's backbone: loaded, or pretrained on a coverage pool."""
+    cfg = run.cfg
+    torch.manual_seed(cfg.seed)  # the head's weights
+    path = cfg.critic or cfg.model or build_base()
+    run.critic = Critic.from_pretrained(path, dtype=getattr(torch, cfg.dtype)).to(run.device)
+    run.critic_opt = optimizer(run.critic, cfg.critic_lr, cfg.weight_decay)
+    if cfg.critic or resumed:
+        return
+    pool = make_pool(run)
+    print("\nshare correct (trajectories) by length and policy\n"
+          + format_coverage(coverage_table(pool.index)) + "\n")
+    stats = pretrain(
+        run.critic, pool, epochs=cfg.pretrain_epochs, batch_size=cfg.pretrain_batch,
+        token_budget=cfg.token_budget, peak=cfg.pretrain_lr, final=cfg.pretrain_lr_final,
+        max_norm=cfg.critic_clip_norm, split=cfg.critic_clip_split, seed=cfg.seed,
+        autocast_dtype=None if cfg.compute_dtype == "float32" else getattr(torch, cfg.compute_dtype))
+    write_json(os.path.join(cfg.out, "pretrain.json"), stats)
+    run.critic.save_pretrained(os.path.join(cfg.out, "critic-pretrained"))
+    print(f"critic: loss {stats['loss_first']:.3f} → {stats['loss_last']:.3f} (first and last 20 steps), "
+          f"EV on held-out prompts {stats['ev_before']:.2f} → {stats['ev_after']:.2f}, "
+          f"{stats['clip_share']:.0%} of the steps clipped\n")
+
+
+def train(run: Run) -> None:
+    """Steps up to cfg.steps, with metrics, evaluations and checkpoints."""
+    cfg = run.cfg
+    bar = tqdm(total=cfg.steps, initial=run.step, desc=cfg.method, dynamic_ncols=True)
+    with bar:
+        while run.step < cfg.steps:
+            metrics = train_step(run)
+            if cfg.eval_every and run.step % cfg.eval_every == 0 and run.step < cfg.steps:
+                metrics |= evaluate(run)
+            log(run, metrics)
+            bar.update()
+            bar.set_postfix(
+                success=f"{metrics['rollout/success']:.2f}", length=f"{metrics['rollout/length']:.0f}",
+                EV=f"{metrics.get('critic/explained_variance', math.nan):.2f}",
+                clip=f"{metrics.get('actor/clip_share', math.nan):.3f}")
+            if cfg.save_every and run.step % cfg.save_every == 0:
+                save(run)
+
+
+def finish(run: Run) -> int:
+    """Evaluation after training, export, the last lines. Returns the exit status."""
+    cfg, key = run.cfg, f"eval/avg@{run.cfg.eval_k}"
+    save(run)
+    after = evaluate(run)
+    log(run, after)
+    write_json(os.path.join(cfg.out, "result.json"), {"before": run.before, "after": after})
+    write_folder(os.path.join(cfg.out, "actor"), run.actor, run.tokenizer)
+    if run.critic:
+        run.critic.save_pretrained(os.path.join(cfg.out, "critic"))
+    if not after:
+        print(f"done, no held-out problems to evaluate on; files in {cfg.out}")
+        return 0
+    print(f"\n{'held out':28}{'before':>8}{'after':>8}")
+    for name in after:
+        print(f"{name[5:]:28}{run.before[name]:8.3f}{after[name]:8.3f}")
+    reached = cfg.target <= after[key]
+    print(f"success {after[key]:.3f} ({after[key] - run.before[key]:+.3f})"
+          + ("" if reached else f", below the target {cfg.target}") + f"; files in {cfg.out}")
+    return 0 if reached else 1
+
+
+def main(argv: list[str]) -> int:
+    cfg, resume = parse(argv)
+    transformers.utils.logging.disable_progress_bar()
+    run = None
+    try:
+        check(cfg)
+        if not cfg.out:
+            cfg.out = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}-{cfg.seed}"
+        if not resume and os.path.exists(os.path.join(cfg.out, "config.json")):
+            raise ValueError(f"--out: expected a folder without a run, found one in {cfg.out} "
+                             "(--resume goes on with it)")
+        run = setup(cfg)
+        os.makedirs(cfg.out, exist_ok=True)
+        write_json(os.path.join(cfg.out, "config.json"), asdict(cfg))
+        if not resume:
+            run.before = evaluate(run)
+            log(run, run.before)
+        if run.method.value == "critic":
+            prepare_critic(run, bool(resume))
+        if resume:
+            load(run, cfg.out)
+        train(run)
+        return finish(run)
+    except KeyboardInterrupt:
+        if run is None or run.step == 0:
+            print("\ninterrupted before the first step: there is nothing to resume")
+        else:
+            print(f"\ninterrupted; {save(run)} written, go on with --resume {cfg.out}")
+        return 130
+    except (FloatingPointError, RuntimeError) as error:
+        where = f" (checkpoint {save(run)})" if run and run.step else ""
+        print(f"stopped: {error}{where}", file=sys.stderr)
+        return 1
+    except (ValueError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
