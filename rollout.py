@@ -133,9 +133,9 @@ def generate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Samples one response to each prompt (lists of token ids, none empty), rows in their order.
 
-    At most max_rows responses are under way at once. One that ends leaves the batch and the cache
-    at once; when an eighth of the rows is free, waiting prompts take their places. Temperature 0
-    is greedy decoding, scored at temperature 1.
+    At most max_rows responses are under way at once. When an eighth of them has ended, their rows
+    leave the batch and the cache, and waiting prompts take the places. Temperature 0 is greedy
+    decoding, scored at temperature 1.
 
     Returns tokens [B, P+T] long, attention [B, P+T] bool, mask [B, T] bool, logp_roll [B, T]
     float32 over the full vocabulary at this temperature, 0 where mask is False. T is the longest
@@ -148,17 +148,22 @@ def generate(
     logp_roll = torch.zeros(B, max_new_tokens, device=device)
     length = torch.zeros(B, dtype=torch.long, device=device)
     live, waiting = _Live(model, pad_id, device), list(range(B))
-    while waiting or len(live.row):
-        if waiting and len(live.row) <= max_rows - max(1, max_rows // 8):
-            free = max_rows - len(live.row)
-            admitted, waiting = waiting[:free], waiting[free:]
-            row, logits = live.admit(admitted, [prompts[i] for i in admitted])
+    while True:
+        live.drop_ended()
+        free = max_rows - len(live.row)
+        if waiting and free >= max(1, max_rows // 8):
+            slots, logits = live.admit(waiting[:free], [prompts[i] for i in waiting[:free]])
+            waiting = waiting[free:]
+        elif len(live.row):
+            slots, logits = live.step()
         else:
-            row, logits = live.row, live.step()
+            break
         token, logp = _sample(logits, temperature, generator)
+        row = live.row[slots]
         out[row, length[row]], logp_roll[row, length[row]] = token, logp
         length[row] += 1
-        live.keep(token, ~torch.isin(token, eos) & (length[row] < max_new_tokens))
+        live.last[slots] = token
+        live.ended[slots] = torch.isin(token, eos) | (length[row] == max_new_tokens)
     T = int(length.max())
     mask = torch.arange(T, device=device) < length[:, None]
     tokens, attention = left_pad(prompts, pad_id, device)
@@ -178,20 +183,21 @@ def _sample(logits: Tensor, temperature: float, generator) -> tuple[Tensor, Tens
 
 
 class _Live:
-    """The rows under way: row [R] (numbers of their prompts), last token [R], attention [R, W],
-    KV cache. Rows are right-aligned, so that one column is `now` for all of them; positions come
-    from the attention mask, and columns in which nobody has a token are cut off on the left."""
+    """The R rows under way: row (the number of its prompt), last token and ended, [R] each,
+    attention [R, W] and the KV cache. Rows are right-aligned, so that one column is `now` for all;
+    positions come from the attention mask."""
 
     def __init__(self, model: nn.Module, pad_id: int, device: torch.device):
         self.model, self.pad_id, self.device = model, pad_id, device
         self.row = torch.empty(0, dtype=torch.long, device=device)
-        self.last = self.row
+        self.last, self.ended = self.row, self.row.bool()
         self.attention = torch.empty(0, 0, dtype=torch.bool, device=device)
-        self.cache = None
+        self.cache = DynamicCache()
         named = inspect.signature(model.forward).parameters  # renamed within transformers 5
         self.cache_name = "cache" if "cache" in named else "past_key_values"
 
-    def _forward(self, tokens: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
+    def forward(self, tokens: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
+        """tokens [n, m] at the end of attention [n, W] -> logits [n, V] after the last of them."""
         out = self.model(
             input_ids=tokens, attention_mask=attention.long(), use_cache=True, logits_to_keep=1,
             position_ids=positions(attention)[:, -tokens.shape[1] :], **{self.cache_name: cache},
@@ -199,12 +205,12 @@ class _Live:
         return out.logits[:, -1]
 
     def admit(self, numbers: list[int], prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Prefills prompts and joins them to the rows under way -> their numbers, logits [n, V]."""
+        """Prefills n prompts and joins them to the rows under way -> their slots [n], logits."""
         tokens, attention = left_pad(prompts, self.pad_id, self.device)
-        cache = DynamicCache()
-        logits = self._forward(tokens, attention, cache)
-        W = max(self.attention.shape[1], attention.shape[1])
-        if self.cache:
+        cache, R, n = DynamicCache(), len(self.row), len(prompts)
+        logits = self.forward(tokens, attention, cache)
+        if R:
+            W = max(self.attention.shape[1], attention.shape[1])
             for old, new in zip(self.cache.layers, cache.layers):
                 new.keys = torch.cat([_widen(old.keys, W, -2), _widen(new.keys, W, -2)])
                 new.values = torch.cat([_widen(old.values, W, -2), _widen(new.values, W, -2)])
@@ -212,28 +218,27 @@ class _Live:
         self.cache, self.attention = cache, attention
         row = torch.tensor(numbers, device=self.device)
         self.row, self.last = torch.cat([self.row, row]), torch.cat([self.last, row])
-        return row, logits
+        self.ended = torch.cat([self.ended, torch.zeros_like(row, dtype=torch.bool)])
+        return torch.arange(R, R + n, device=self.device), logits
 
-    def step(self) -> Tensor:
-        """Feeds every row's last token -> logits [R, V]."""
+    def step(self) -> tuple[Tensor, Tensor]:
+        """Feeds the last tokens -> slots [n] of the rows that go on, logits [n, V]."""
         now = self.attention.new_ones(len(self.row), 1)
         self.attention = torch.cat([self.attention, now], 1)
-        return self._forward(self.last[:, None], self.attention, self.cache)
+        logits = self.forward(self.last[:, None], self.attention, self.cache)
+        slots = (~self.ended).nonzero()[:, 0]
+        return slots, logits[slots]
 
-    def keep(self, token: Tensor, going_on: Tensor) -> None:
-        """token [n], going_on [n] bool, of the last n rows: notes the tokens, drops rows that ended."""
-        n = len(token)
-        self.last = torch.cat([self.last[: len(self.last) - n], token])
-        stay = torch.cat([going_on.new_ones(len(self.row) - n), going_on])
-        if bool(stay.all()):
+    def drop_ended(self) -> None:
+        """Drops rows that ended, once they are an eighth or all, and columns nobody needs now."""
+        ended = int(self.ended.sum())
+        if ended < len(self.row) and ended < max(1, len(self.row) // 8) or not ended:
             return
-        rows = stay.nonzero()[:, 0]
-        self.row, self.last, self.attention = self.row[rows], self.last[rows], self.attention[rows]
-        if not len(rows):
-            self.cache, self.attention = None, self.attention[:, :0]
-            return
-        first = int(self.attention.any(0).int().argmax())
-        self.attention = self.attention[:, first:]
+        rows = (~self.ended).nonzero()[:, 0]
+        self.row, self.last, self.ended = self.row[rows], self.last[rows], self.ended[rows]
+        attention = self.attention[rows]
+        first = int(attention.any(0).int().argmax()) if len(rows) else attention.shape[1]
+        self.attention = attention[:, first:]
         for layer in self.cache.layers:
             layer.keys = layer.keys[rows, :, first:]
             layer.values = layer.values[rows, :, first:]

@@ -87,14 +87,14 @@ class Config:
     temperature: float = flag(1.0, "of sampling, and so of the policy that is trained")
     rollout_dtype: str = flag("", "sample with a copy of this type; empty: none", "", "bfloat16", "float16")
     max_rows: int = flag(256, "responses under way at once")
-    verifier: str = flag("boxed", "of responses", *rollout.VERIFIERS)
+    verifier: str = flag("boxed", "of responses: boxed, number, math_verify or chain")
     instruction: str = flag(
         r"Please reason step by step, and put your final answer within \boxed{}.",
         "added to each prompt",
     )
     filter_rounds: int = flag(10, "rounds of replacing uniform groups (k > 1)")  # assumption
     # actor
-    loss: str = flag("", "policy loss; empty: the method's own", "", "cispo", "ppo-clip", "dis")
+    loss: str = flag("", "cispo, ppo-clip or dis; empty: the method's own")
     lr: float = flag(1e-6, "learning rate")
     mini_batches: int = flag(8, "optimizer steps per epoch over a rollout batch")
     clip_norm: float = flag(1.0, "gradient norm limit")
@@ -117,6 +117,7 @@ class Config:
     pool_models: str = flag("", "more policies for the pool: folders, separated by commas")
     pool_temperatures: str = flag("1.0,0.8,0.6", "strengths of each policy, separated by commas")
     pool_size: int = flag(4096, "trajectories per policy and temperature")
+    pretrain_size: int = flag(0, "trajectories drawn from the pool for coverage; 0: all of it")
     pretrain_epochs: int = flag(2, "epochs")
     pretrain_batch: int = flag(256, "trajectories per step")  # assumption: not known
     pretrain_lr: float = flag(1e-5, "learning rate at its peak")
@@ -248,8 +249,10 @@ def _resumed(folder: str, given: dict) -> Config:
 
 def check(cfg: Config) -> None:
     """ValueError in one sentence for what can be seen wrong before any model is loaded."""
-    if cfg.method not in METHODS:
-        raise ValueError(f"--method: expected one of {', '.join(METHODS)}; found {cfg.method}")
+    for name, table in (("method", METHODS), ("verifier", rollout.VERIFIERS), ("loss", LOSSES)):
+        found = getattr(cfg, name)
+        if found not in table and (name, found) != ("loss", ""):
+            raise ValueError(f"--{name}: expected one of {', '.join(table)}; found {found}")
     method = method_of(cfg)
     if min(cfg.rollout_batch, method.k) < 1 or cfg.rollout_batch % method.k:
         raise ValueError(f"--k: expected a divisor of --rollout-batch {cfg.rollout_batch}, "
@@ -268,6 +271,14 @@ def check(cfg: Config) -> None:
         if not 0 < getattr(cfg, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')}: expected a number above 0, "
                              f"found {getattr(cfg, name)}")
+    try:
+        if not all(0 < float(t) < math.inf for t in cfg.pool_temperatures.split(",")):
+            raise ValueError
+    except ValueError:
+        raise ValueError("--pool-temperatures: expected numbers above 0, separated by commas, "
+                         f"found {cfg.pool_temperatures}") from None
+    if cfg.pool and not os.path.isfile(os.path.join(cfg.pool, "index.bin")):
+        raise ValueError(f"--pool: expected a folder with a trajectory pool, found {cfg.pool}")
     for name in ("data", "eval_data"):
         if getattr(cfg, name) and not os.path.isfile(getattr(cfg, name)):
             raise ValueError(f"--{name.replace('_', '-')}: expected a JSONL file, "
@@ -716,7 +727,7 @@ def describe(run: Run, b: Batch, entropy: Tensor) -> dict[str, float]:
         "rollout/length": b.mask.sum(1).float().mean().item(),
         "rollout/truncated": b.truncated.float().mean().item(),
         "actor/entropy": (entropy[b.mask].sum() / n).item(),
-        "actor/first_ratio_error": (b.logp_old - b.logp_roll)[b.mask].abs().max().item(),
+        "mismatch/log_ratio_max": (b.logp_old - b.logp_roll)[b.mask].abs().max().item(),
         "advantage/mean": A.mean().item(), "advantage/std": A.std().item(),
         "advantage/lam": adaptive_lambda(b.mask.sum(-1), run.cfg.alpha).mean().item(),
     }
@@ -877,8 +888,9 @@ def prepare_critic(run: Run, resumed: bool) -> None:
     pool = make_pool(run)
     print("\nshare correct (trajectories) by length and policy\n"
           + format_coverage(coverage_table(pool.index)) + "\n")
+    n = min(cfg.pretrain_size or len(pool), len(pool))
     stats = pretrain(
-        run.critic, pool, epochs=cfg.pretrain_epochs, batch_size=cfg.pretrain_batch,
+        run.critic, pool, pool.sample(n, seed=cfg.seed), epochs=cfg.pretrain_epochs, batch_size=cfg.pretrain_batch,
         token_budget=cfg.token_budget, peak=cfg.pretrain_lr, final=cfg.pretrain_lr_final,
         max_norm=cfg.critic_clip_norm, split=cfg.critic_clip_split, seed=cfg.seed,
         autocast_dtype=None if cfg.compute_dtype == "float32" else getattr(torch, cfg.compute_dtype))
@@ -933,6 +945,7 @@ def finish(run: Run) -> int:
 def main(argv: list[str]) -> int:
     cfg, resume = parse(argv)
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     run = None
     try:
         check(cfg)

@@ -1,0 +1,2946 @@
+"""Every equation by hand first, then as a theorem, then on the inputs that break such code.
+
+    python -m pytest -q test_all.py            all, on a CPU; no network, fixed seeds
+    python -m pytest -q test_all.py -k gae     one file's section
+
+The kernels run in Triton's interpreter, and are compiled ahead of time for sm_80 and sm_90.
+"""
+import copy
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first kernel is decorated
+
+import actor_loss
+import critic as critic_file
+import gae
+import rollout
+import train
+import value_pretrain as vp
+from actor_loss import (
+    cispo_loss, dis_loss, flash_reinforce_loss, linear_entropy, linear_token_logp, mismatch_mask,
+    mismatch_ratio, ppo_clip_loss, token_logp,
+)
+from critic import (
+    Critic, ValueHead, clip_critic_grad_, explained_variance, explained_variance_from, grad_norms,
+    init_value_head_, value_loss,
+)
+from daps import DAPS, accept_prob, fuse, mixed_groups, ramp, success_from_value
+from rollout import (
+    VERIFIERS, Batch, Problem, canonical, collect, concatenate, encode_prompt, extract_boxed,
+    generate, load_problems, math_reward, math_verify_reward, number_reward, positions, response,
+    take,
+)
+
+
+# ------------------------------------------------------------------------------------------ gae.py
+
+
+_TIERS = [pytest.param(gae.gae_loop, id="loop"), pytest.param(gae.gae_torch, id="torch")]
+if gae.triton is not None:
+    _TIERS.append(pytest.param(gae.gae_triton, id="triton"))
+_FAST = _TIERS[1:]
+
+
+def _gae_device(tier):
+    return "cuda" if tier is getattr(gae, "gae_triton") and torch.cuda.is_available() else "cpu"
+
+
+def _gae_run(tier, value, reward, mask, lam, **kwargs):
+    """The tier on its device, the answer back on the CPU."""
+    move = lambda x: x.to(_gae_device(tier)) if isinstance(x, torch.Tensor) else x
+    return tier(*map(move, (value, reward, mask, lam)),
+                **{name: move(x) for name, x in kwargs.items()}).cpu()
+
+
+def _gae_case(B, T, seed=0, dtype=torch.float64):
+    """Random values, rewards, a mask with gaps (row 0 empty, row 1 full), λ per row."""
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.rand(*shape, generator=g, dtype=torch.float64)
+    mask = rand(B, T) < 0.7
+    mask[0], mask[1] = False, True
+    value = torch.where(mask, 2 * rand(B, T) - 1, torch.nan).to(dtype)
+    reward = torch.where(mask, rand(B, T), 0.0).to(dtype)
+    return value, reward, mask, rand(B), rand(B)
+
+
+@pytest.mark.parametrize("tier", _TIERS)
+def test_gae_by_hand(tier):
+    """Small rows worked out by hand: NaN behind the end, a gap, λ per row, a bootstrap."""
+    t = torch.tensor
+    near = lambda a, b: torch.testing.assert_close(a, t(b), atol=1e-6, rtol=1e-5)
+    for bad in (100.0, torch.nan):
+        near(_gae_run(tier, t([[0., 0, bad]]), t([[0., 1, 0]]), t([[1, 1, 0]]), .95), [[.95, 1, 0]])
+    gap = t([[.2, 9, -9, .4, .6]])
+    near(_gae_run(tier, gap, t([1.]), t([[1, 0, 0, 1, 1]]), .95), [[.751, 0, 0, .58, .4]])
+    lam = gae.adaptive_lambda(t([3, 2]))
+    rows = _gae_run(tier, t([[.5, .5, .5], [.2, -.2, 7]]), t([1., -1]),
+                    t([[1., 1, 1], [1, 1, 0]]), lam)
+    near(rows[1], [-.933333, -.8, 0])
+    ones, cut = torch.ones(1, 3), t([[.1, .2, .3]])
+    near(_gae_run(tier, cut, t([0.]), ones, .9, bootstrap=t([.5])), [[.352, .28, .2]])
+    near(_gae_run(tier, cut, torch.zeros(1, 3), ones, .9, bootstrap=t([.5])), [[.352, .28, .2]])
+    near(_gae_run(tier, cut, t([0.]), ones, .9), [[-.053, -.17, -.3]])
+
+
+def test_gae_adaptive_lambda():
+    """λ = 1 − 1/(αT): 0 for T = 0, never negative, below 1 even where float32 would round to 1."""
+    lam = gae.adaptive_lambda(torch.tensor([0, 1, 2, 10]))
+    torch.testing.assert_close(lam, torch.tensor([0, 1 / 3, 2 / 3, 14 / 15]))
+    assert gae.adaptive_lambda(torch.tensor([10]), alpha=0.05) == 0
+    assert gae.adaptive_lambda(torch.tensor([10**9])) < 1
+    assert gae.adaptive_lambda(torch.tensor([3.0], dtype=torch.float64)).dtype == torch.float64
+    with pytest.raises(ValueError, match="lengths.*-1"):
+        gae.adaptive_lambda(torch.tensor([-1]))
+    with pytest.raises(ValueError, match="alpha"):
+        gae.adaptive_lambda(torch.tensor([1]), alpha=0)
+
+
+@pytest.mark.parametrize("tier", _FAST)
+@pytest.mark.parametrize("T", [1, 2, 31, 63, 64, 65, 130, 300])
+def test_gae_equals_loop(tier, T, monkeypatch):
+    """Any T, gaps, NaN in masked slots, λ per row, γ, bootstrap: equal to the loop in float64."""
+    monkeypatch.setattr(gae, "BLOCK", 32)
+    value, reward, mask, lam, boot = _gae_case(4, T, seed=T)
+    lam[2] = 0
+    for r, gamma in ((reward, 0.97), (reward.sum(1), 1.0)):
+        want = gae.gae_loop(value, r, mask, lam, gamma=gamma, bootstrap=boot)
+        got = _gae_run(tier, value, r, mask, lam, gamma=gamma, bootstrap=boot)
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+        assert not got[0].any() and got[1].all() and not got[~mask].any()
+
+
+@pytest.mark.parametrize("tier", _TIERS)
+def test_gae_lengths_are_a_prefix_mask(tier, monkeypatch):
+    """lengths [B] mean the mask whose first lengths[b] slots are true; NaN behind has no effect."""
+    monkeypatch.setattr(gae, "BLOCK", 32)
+    lengths, T = torch.tensor([0, 1, 69, 70]), 70
+    mask = torch.arange(T) < lengths[:, None]
+    value, _, _, lam, boot = _gae_case(4, T, seed=3)
+    value = torch.where(mask, value.nan_to_num(0.3), torch.nan)
+    reward = torch.tensor([torch.nan, 1, -1, 1], dtype=torch.float64)
+    want = gae.gae_loop(value, reward, mask, lam, bootstrap=boot)
+    got = _gae_run(tier, value, reward, lengths, lam, bootstrap=boot)
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+    assert not got[0].any()
+    got = _gae_run(tier, value, reward, mask, lam, bootstrap=boot)
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("tier", _TIERS)
+def test_gae_gap_equals_removal(tier):
+    """A gap is skipped: the advantages are those of the row with the gap cut out."""
+    value, reward, mask, lam, boot = _gae_case(2, 40, seed=5)
+    keep = mask[1].clone()
+    keep[5:9] = keep[20:33] = False
+    whole = _gae_run(tier, value[1:], (reward[1] * keep)[None], keep[None], 0.9)
+    cut = gae.gae_loop(value[1:, keep], reward[1:, keep], torch.ones(1, int(keep.sum())), 0.9)
+    torch.testing.assert_close(whole[:, keep], cut)
+
+
+@pytest.mark.parametrize("tier", _TIERS)
+def test_gae_lambda_one_is_the_return_minus_value(tier):
+    """γ = λ = 1: R − V(s_t); λ = 0: δ_t."""
+    value, reward = torch.rand(2, 90, dtype=torch.float64), torch.tensor([1.0, -1.0]).double()
+    one = _gae_run(tier, value, reward, torch.ones(2, 90), 1.0)
+    torch.testing.assert_close(one, reward[:, None] - value)
+    delta = torch.cat((value[:, 1:], reward[:, None]), 1) - value
+    torch.testing.assert_close(_gae_run(tier, value, reward, torch.ones(2, 90), 0.0), delta)
+
+
+@pytest.mark.parametrize("tier", _FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gae_low_precision_and_strides(tier, dtype, monkeypatch):
+    """Non-contiguous float32, bf16 and fp16 values: float32 results of the rounded values."""
+    monkeypatch.setattr(gae, "BLOCK", 64)
+    value, reward, mask, lam, boot = _gae_case(3, 150, seed=7, dtype=dtype)
+    strided = lambda x: x.t().contiguous().t()                    # column-major
+    wide = torch.full((3, 300), torch.nan, dtype=dtype)
+    wide[:, ::2] = value
+    want = gae.gae_loop(value.double(), reward.double(), mask, lam.float().double())
+    got = _gae_run(tier, wide[:, ::2], strided(reward), strided(mask), lam.float())
+    assert got.dtype == torch.float32 and got.is_contiguous()
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_gae_long_rows_do_not_underflow():
+    """λ = .95 at T = 8,192, where λᵀ is 0 in float32: finite, right; also λ near 1, T = 32,768."""
+    for T, lam in ((8192, 0.95), (32768, 1 - 1 / (1.5 * 32768))):
+        lam = torch.tensor(lam)                                   # the same float32 λ for both
+        value, reward = torch.randn(1, T, generator=torch.Generator().manual_seed(1)), torch.ones(1)
+        want, next_value, advantage = [], 1.0, 0.0                # R in place of V(s_T)
+        for v in reversed(value[0].double().tolist()):
+            advantage = next_value - v + lam.item() * advantage
+            next_value = v
+            want.append(advantage)
+        got = gae.gae(value, reward, torch.ones(1, T), lam, impl="torch")
+        want = torch.tensor(want[::-1], dtype=torch.float64)
+        torch.testing.assert_close(got[0].double(), want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.skipif(gae.triton is None, reason="triton is not installed")
+def test_gae_split_does_not_change_the_result(monkeypatch):
+    """One program per row or many: the same advantages."""
+    monkeypatch.setattr(gae, "BLOCK", 32)
+    value, reward, mask, lam, boot = _gae_case(3, 200, seed=9)
+    got = []
+    for chunks, length in ((1, 224), (2, 128), (4, 64), (7, 32)):
+        monkeypatch.setattr(gae, "_split", lambda *_: (chunks, length))
+        got.append(_gae_run(gae.gae_triton, value, reward, mask, lam, bootstrap=boot))
+    for other in got[1:]:
+        torch.testing.assert_close(other, got[0], atol=1e-12, rtol=1e-10)
+
+
+def test_gae_no_gradient_and_no_lower_precision():
+    """Advantages carry no gradient; autocast and matmul-precision switches do not change them."""
+    value = torch.randn(2, 200, requires_grad=True)
+    args = torch.ones(2), torch.ones(2, 200), 0.99
+    want = gae.gae(value, *args)
+    assert not want.requires_grad
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(gae.gae(value, *args), want)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_gae_empty_and_all_masked():
+    """No token at all: zeros, whatever stands there."""
+    value = torch.full((2, 5), torch.nan)
+    for impl in ("loop", "torch"):
+        got = gae.gae(value, torch.tensor([torch.nan, 1.0]), torch.zeros(2, 5), 0.9, impl=impl)
+        assert torch.equal(got, torch.zeros(2, 5))
+        for B, T in ((2, 0), (0, 5)):
+            none = gae.gae(value[:B, :T], torch.ones(B), torch.ones(B, T), 0.9, impl=impl)
+            assert none.shape == (B, T)
+
+
+@pytest.mark.parametrize("name, change", [
+    ("value", {"value": torch.zeros(3)}), ("value", {"value": torch.zeros(2, 3, dtype=torch.long)}),
+    ("reward", {"reward": torch.zeros(3)}), ("mask", {"mask": torch.ones(2, 4)}),
+    ("mask", {"mask": torch.tensor([1, 4])}), ("mask", {"mask": torch.tensor([True, True])}),
+    ("lam", {"lam": 1.1}), ("lam", {"lam": torch.tensor([0.5, -0.1])}), ("lam", {"lam": torch.nan}),
+    ("lam", {"lam": torch.ones(3)}), ("gamma", {"gamma": 2.0}),
+    ("bootstrap", {"bootstrap": torch.ones(3)}),
+    ("impl", {"impl": "fast"}),
+    ("reward", {"reward": torch.tensor([[0, 1.0, 0], [0, 0, 1.0]])}),
+    ("reward", {"reward": torch.tensor([[0, 1.0, 0], [0, 0, torch.nan]])}),
+])
+def test_gae_bad_input(name, change):
+    """A wrong argument is named in one sentence; a reward on a masked slot is never dropped."""
+    good = {"value": torch.zeros(2, 3), "reward": torch.zeros(2), "lam": 0.9,
+            "mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    gae.gae(**good)
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        gae.gae(**(good | change))
+
+
+def test_gae_group_advantage():
+    """(R − mean)/(std + 1e-6) by group; 0 for one or equal rewards; an empty row is no member."""
+    reward = torch.tensor([1., -1, 1, 1, .1, .1, .1, torch.nan])
+    group = torch.tensor([7, 7, 7, 3, 9, 9, 9, 7])
+    mask = torch.ones(8, 2)
+    mask[7] = 0
+    mask[0, 1] = 0
+    a = gae.group_advantage(reward, group, mask)
+    std = torch.tensor([1., -1, 1]).std() + 1e-6
+    torch.testing.assert_close(a[:3, 0], torch.tensor([2 / 3, -4 / 3, 2 / 3]) / std)
+    assert a[0, 1] == 0 and a[1, 1] == a[1, 0] and not a[3:].any()
+    plain = gae.group_advantage(reward, group, mask, divide_std=False)
+    torch.testing.assert_close(plain[:3, 0], torch.tensor([2 / 3, -4 / 3, 2 / 3]))
+    with pytest.raises(ValueError, match="prompt_id"):
+        gae.group_advantage(reward, group[:2], mask)
+
+
+def test_gae_batch_advantage():
+    """Return-to-go whitened over tokens: mean 0, std 1; 0 for one token, equal rewards, none."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]])
+    a = gae.batch_advantage(torch.tensor([1., -1, torch.nan]), mask)
+    std = torch.tensor([1., 1, -1, -1]).std()
+    torch.testing.assert_close(a, torch.tensor([[1., 1, 0], [-1, 0, -1], [0, 0, 0]]) / std)
+    dense = torch.tensor([[.5, .5, 0], [2, 0, -3], [0, 0, 0]])
+    a, tokens = gae.batch_advantage(dense, mask), torch.tensor([1, .5, -1, -3])
+    torch.testing.assert_close(a[mask.bool()], (tokens - tokens.mean()) / tokens.std())
+    for few in (torch.tensor([[0, 1, 0]]), torch.zeros(1, 3), torch.ones(1, 3)):
+        assert torch.equal(gae.batch_advantage(torch.tensor([.1]), few), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="reward"):
+        gae.batch_advantage(torch.ones(3, 3), mask)
+
+
+def test_gae_flash_reinforce_advantage():
+    """R − mean over the responses that have a token, not over tokens; 0 for equal rewards."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    a = gae.flash_reinforce_advantage(torch.tensor([1., 0, torch.nan]), mask)
+    assert torch.equal(a, torch.tensor([[.5, .5, .5], [-.5, 0, 0], [0, 0, 0]]))
+    assert not gae.flash_reinforce_advantage(torch.full((3,), .1), torch.ones(3, 2)).any()
+    with pytest.raises(ValueError, match="reward"):
+        gae.flash_reinforce_advantage(torch.ones(3, 3), torch.ones(3, 3))
+
+
+def test_gae_vine_advantage():
+    """V(next step) − V(step), R − V on the last; a step without trainable tokens is skipped."""
+    value = torch.tensor([[.1, .5, .3], [.2, torch.nan, .6]])
+    step = torch.tensor([[0, 0, 1, 2, -5], [0, 1, 1, 2, 2]])
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 0, 1, 1]])
+    a = gae.vine_advantage(value, step, torch.tensor([1., -1]), mask)
+    want = torch.tensor([[.4, .4, -.2, .7, 0], [.4, 0, 0, -1.6, -1.6]])
+    torch.testing.assert_close(a, want)
+    with pytest.raises(ValueError, match="step_id"):
+        gae.vine_advantage(value, step + 1, torch.ones(2), mask)
+    with pytest.raises(ValueError, match="step_value"):
+        gae.vine_advantage(value[:1], step, torch.ones(2), mask)
+
+
+def test_gae_vine_equals_gae_at_lambda_zero_between_steps():
+    """One token per step: VinePPO is GAE with λ = 0 on the step values."""
+    value, mask = torch.rand(2, 6), torch.ones(2, 6)
+    a = gae.vine_advantage(value, torch.arange(6).expand(2, 6), torch.tensor([1., -1]), mask)
+    torch.testing.assert_close(a, gae.gae_loop(value, torch.tensor([1., -1]), mask, 0.0))
+
+
+_GAE_COMPILE = """
+import os, re, subprocess, tempfile
+import triton, gae
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+pointers = {"row_ptr": "*fp32", "count_ptr": "*i32", "total_ptr": "*fp32", "advantage": "*fp32"}
+for kernel in (gae._chunk_kernel, gae._gae_kernel):
+    for arch in (80, 90):
+        for dtype, dense in (("*fp32", True), ("*bf16", False)):
+            flags = {"REWARD": dense, "MASK": dense, "BLOCK": gae.BLOCK, "CHUNKS": 32}
+            constants = {k: v for k, v in flags.items() if k in kernel.arg_names}
+            constants |= {"value_t": 1, "reward_t": 1, "mask_t": 1}
+            types = pointers | {"value": dtype, "reward": dtype, "mask": "*u8" if dense else "*i64"}
+            signature = {k: "constexpr" if k in constants else types.get(k, "i32")
+                         for k in kernel.arg_names}
+            built = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants),
+                                   target=GPUTarget("cuda", arch, 32))
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+                f.write(built.asm["cubin"]); f.flush()
+                text = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True)
+            used = dict(re.findall(r"(REG|STACK|LOCAL|SHARED):(\\d+)", text.stdout))
+            print(kernel.__name__, arch, dtype, used["REG"], used["STACK"], used["LOCAL"])
+"""
+
+
+@pytest.mark.skipif(gae.triton is None, reason="triton is not installed")
+def test_gae_kernels_compile_without_spills():
+    """Both kernels compile for sm_80 and sm_90 without a GPU: no spills, at most 128 registers."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    here = os.path.dirname(os.path.abspath(gae.__file__))
+    env["PYTHONPATH"] = os.pathsep.join((here, env.get("PYTHONPATH", "")))
+    run = subprocess.run([sys.executable, "-c", _GAE_COMPILE], env=env, capture_output=True,
+                         text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert len(lines) == 8, run.stdout
+    for *_, registers, stack, local in lines:
+        assert 0 < int(registers) <= 128 and stack == local == "0", run.stdout
+
+
+# --------------------------------------------------------------------------------------- critic.py
+
+
+def _critic_config():
+    from transformers import LlamaConfig
+    return LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                       num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
+
+
+def _critic_tiny(dtype=torch.float32, std=None):
+    from transformers import AutoModel
+    torch.manual_seed(0)
+    critic = Critic(AutoModel.from_config(_critic_config()).to(dtype))
+    init_value_head_(critic.head, std)
+    return critic
+
+
+def _critic_case(B=5, T=7, seed=0):
+    """value, target, mask with gaps and an empty row, old values; all float64."""
+    g = torch.Generator().manual_seed(seed)
+    value, old = torch.randn(2, B, T, generator=g, dtype=torch.float64)
+    target = torch.randint(2, (B,), generator=g).double() * 2 - 1
+    mask = torch.rand(B, T, generator=g) < .7
+    mask[1] = False
+    return value.requires_grad_(), target, mask, old
+
+
+def _critic_with_gradient(head=3.0, backbone=4.0):
+    """A critic whose head and backbone have gradients of the norms given."""
+    critic = _critic_tiny()
+    for part, norm in ((critic.head, head), (critic.backbone, backbone)):
+        grads = [torch.randn_like(p) for p in part.parameters()]
+        scale = norm / math.sqrt(sum(g.square().sum().item() for g in grads))
+        for p, g in zip(part.parameters(), grads):
+            p.grad = g * scale
+    return critic
+
+
+def test_critic_value_loss_by_hand():
+    """Squared errors [1,1,1,1] and [9] give 1.3 in one call and in two with the global count."""
+    value, target = torch.tensor([[1., 1, 1, 1], [3, 0, 0, 0]]), torch.zeros(2)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+    loss, stats = value_loss(value, target, mask)
+    halves = [value_loss(value[i:i + 1], target[i:i + 1], mask[i:i + 1], 5)[0] for i in (0, 1)]
+    assert loss.item() == pytest.approx(1.3) and sum(halves).item() == pytest.approx(1.3)
+    assert stats["loss"][0].item() == 6.5 and stats["loss"][1].item() == 5
+    assert value_loss(value, target, mask, torch.tensor(10))[0].item() == pytest.approx(.65)
+
+
+@pytest.mark.parametrize("old, v, loss, gradient, clipped", [
+    (5., 1., 40.5, -9., 0), (1., 5., 38.72, 0., 1)])
+def test_critic_value_clip_by_hand(old, v, loss, gradient, clipped):
+    """c = .2, R = 10: moving away keeps the plain gradient, moving past c toward R has none."""
+    value = torch.tensor([[v]], dtype=torch.float64, requires_grad=True)
+    got, stats = value_loss(value, torch.tensor([10.]), torch.ones(1, 1),
+                            old_value=torch.tensor([[old]], dtype=torch.float64), clip=.2)
+    got.backward()
+    assert got.item() == pytest.approx(loss) and value.grad.item() == pytest.approx(gradient)
+    assert stats["clip_share"][0].item() == clipped
+
+
+@pytest.mark.parametrize("clip", [None, .3])
+@pytest.mark.parametrize("wide", [False, True])
+def test_critic_value_loss_is_the_loop(clip, wide):
+    """Loss, gradient and stats equal a loop over the kept tokens in float64."""
+    value, target, mask, old = _critic_case()
+    loss, stats = value_loss(value, target[:, None].expand(5, 7) if wide else target, mask.int(),
+                             old_value=old, clip=clip)
+    loss.backward()
+    total, gradient, clipped, n = 0., torch.zeros(5, 7, dtype=torch.float64), 0, int(mask.sum())
+    for b, t in mask.nonzero().tolist():
+        V, R, V_old = value[b, t].item(), target[b].item(), old[b, t].item()
+        near = V_old + min(max(V - V_old, -(clip or 9e9)), clip or 9e9)
+        dead = (near - R) ** 2 > (V - R) ** 2 + 1e-12
+        total, clipped = total + .5 * max((V - R) ** 2, (near - R) ** 2), clipped + dead
+        gradient[b, t] = 0 if dead else (V - R) / n
+    assert loss.dtype == torch.float64 and loss.item() == pytest.approx(total / n, abs=1e-14)
+    torch.testing.assert_close(value.grad, gradient, rtol=0, atol=1e-14)
+    error = (value - target[:, None]).detach()[mask]
+    assert (clip is None) == (clipped == 0) and stats["clip_share"][0] == clipped
+    assert stats["error"][0].item() == pytest.approx(error.sum().item())
+    assert stats["error_sq"][0].item() == pytest.approx(error.square().sum().item())
+    assert all(count == n and not x.requires_grad for x, count in stats.values())
+
+
+@pytest.mark.parametrize("moved", [0., .09])
+def test_critic_value_loss_within_the_range_is_unclipped(moved):
+    """Where |V − V_old| < c, loss and gradient are the plain ones to the bit, none is clipped."""
+    value, target, mask, old = _critic_case(B=99)
+    value = value.detach().float().requires_grad_()
+    old = value.detach() + moved * torch.tanh(old)
+    target = 0 * target  # a return of ±1 would round the last bits away
+    loss, stats = value_loss(value, target, mask, old_value=old, clip=.1)
+    plain = value_loss(value, target, mask)[0]
+    assert loss == plain and stats["clip_share"][0] == 0
+    assert torch.equal(*(torch.autograd.grad(x, value)[0] for x in (loss, plain)))
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), -1e9])
+def test_critic_masked_junk_reaches_nothing(junk):
+    """Whatever stands in masked slots: same loss, stats and EV, zero gradient there, all finite."""
+    value, target, mask, old = _critic_case()
+    wide = target[:, None].expand(5, 7)
+
+    def run(fill):
+        v = value.detach().masked_fill(~mask, fill).requires_grad_()
+        R, V_old = wide.masked_fill(~mask, fill), old.masked_fill(~mask, fill)
+        loss, stats = value_loss(v, R, mask, old_value=V_old)
+        loss.backward()
+        return loss, v.grad, [x for x, _ in stats.values()], explained_variance(v, R, mask)
+
+    torch.testing.assert_close(run(junk), run(0.0), rtol=0, atol=0)
+    assert (run(junk)[1][~mask] == 0).all()
+    row = target.masked_fill(~mask.any(1), junk)  # the return of a row without a trainable token
+    assert value_loss(value, row, mask)[0] == value_loss(value, target, mask)[0]
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 1), (0, 4), (2, 0)])
+def test_critic_all_masked(shape):
+    """Nothing trainable: loss 0, zero finite gradient, explained variance NaN."""
+    value = torch.full(shape, float("nan"), requires_grad=True)
+    mask = torch.zeros(shape)
+    loss, stats = value_loss(value, torch.ones(shape[0]), mask, old_value=value.detach())
+    loss.backward()
+    assert loss == 0 and (value.grad == 0).all()
+    assert math.isnan(explained_variance(value, torch.ones(shape[0]), mask))
+    assert math.isnan(explained_variance_from(stats))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_critic_micro_batches_add_up(parts):
+    """1, 2 or 4 micro-batches of any size and width: the same gradient, and EV from sums."""
+    critic = _critic_tiny(torch.float64, std=.5)
+    tokens = torch.randint(32, (6, 9), generator=torch.Generator().manual_seed(1))
+    length = torch.tensor([9, 3, 8, 1, 5, 2])
+    mask = torch.arange(9) < length[:, None]
+    R = torch.tensor([1., -1, -1, 1, -1, 1])
+
+    def run(rows):
+        critic.zero_grad()
+        sums = {}
+        for r in rows:
+            T = int(length[r].max())
+            m = mask[r, :T]
+            loss, stats = value_loss(critic(tokens[r, :T], m), R[r], m, mask.sum())
+            loss.backward()
+            for name, (x, n) in stats.items():
+                s, k = sums.get(name, (0., 0))
+                sums[name] = (s + x.item(), k + n.item())
+        return [p.grad.clone() for p in critic.parameters()], sums
+
+    whole, sums = run([torch.arange(6)])
+    split, split_sums = run(torch.arange(6).tensor_split(parts)[::-1])
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-12)
+    want = explained_variance(critic(tokens, mask), R, mask)
+    for s in (sums, split_sums):
+        assert explained_variance_from(s) == pytest.approx(want, abs=1e-12)
+
+
+def test_critic_gradients_of_head_and_backbone():
+    """∇_w = Σ e_t h_t and ∇_h = e_t w, against autograd in float64."""
+    head = ValueHead(6, 1, bias=False, dtype=torch.float64)
+    h = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    R, mask = torch.tensor([1., -1]), torch.ones(2, 5)
+    value = head(h)[..., 0]
+    value_loss(value, R, mask)[0].backward()
+    e, w = (value - R[:, None]).detach() / 10, head.weight.detach()[0]
+    torch.testing.assert_close(head.weight.grad[0], sum(e[b, t] * h[b, t].detach()
+                                                        for b in range(2) for t in range(5)))
+    for b, t in mask.nonzero().tolist():
+        torch.testing.assert_close(h.grad[b, t], e[b, t] * w)
+
+
+def test_critic_head_stays_float32():
+    """Under a bf16 backbone, after .to(bfloat16), and under autocast, V is hᵀw in float32."""
+    tokens, attention = torch.arange(10).view(2, 5), torch.ones(2, 5, dtype=torch.bool)
+    late = _critic_tiny()
+    w = late.head.weight.detach().clone()
+    late = late.to(torch.bfloat16)
+    assert late.backbone.embed_tokens.weight.dtype == torch.bfloat16
+    assert torch.equal(late.head.weight, w)  # not even rounded on the way
+    for critic in (late, _critic_tiny(torch.bfloat16), _critic_tiny().half()):
+        assert critic.head.weight.dtype == torch.float32
+    for dtype, context in ((torch.bfloat16, False), (torch.float32, True)):
+        critic = _critic_tiny(dtype, std=1.)
+        with torch.autocast("cpu", torch.bfloat16, enabled=context):
+            hidden = critic.backbone(tokens).last_hidden_state
+            value = critic(tokens, attention)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, hidden.float() @ critic.head.weight[0], rtol=0, atol=1e-5)
+    assert _critic_tiny().double()(tokens, attention).dtype == torch.float64
+    assert _critic_tiny(torch.float64).head.weight.dtype == torch.float64
+
+
+def test_critic_sees_the_past_and_no_padding():
+    """V is causal, does not depend on padding on either side, is 0 there, gradients stay finite."""
+    critic = _critic_tiny(torch.float64, std=1.)
+    alone = critic(torch.tensor([[5, 2, 6, 7]]), torch.ones(1, 4))
+    tokens = torch.tensor([[2, 2, 5, 2, 6, 7, 2], [9, 8, 7, 6, 5, 4, 3]])
+    attention = torch.tensor([[0, 0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
+    value = critic(tokens, attention)
+    torch.testing.assert_close(value[0, 2:6], alone[0], rtol=0, atol=1e-12)
+    assert (value[~attention] == 0).all() and value.shape == (2, 7)
+    changed = tokens.clone()
+    changed[:, 5], changed[0, [0, 1, 6]] = 30, 31
+    later = critic(changed, attention)
+    torch.testing.assert_close(later[:, :5], value[:, :5], rtol=0, atol=1e-12)
+    assert (later[:, 5] - value[:, 5]).abs().min() > 1e-3
+    value_loss(value, torch.ones(2), attention)[0].backward()
+    assert all(p.grad.isfinite().all() for p in critic.parameters())
+
+
+def test_critic_positions_count_attended_tokens():
+    """Positions start at 0 with the first real token; the backbone gets the mask and no cache."""
+    class Spy(torch.nn.Embedding):
+        def forward(self, input_ids, **inputs):
+            self.inputs = inputs
+            return SimpleNamespace(last_hidden_state=super().forward(input_ids))
+
+    spy = Spy(8, 4)
+    spy.config = _critic_config()
+    spy.config.hidden_size = 4
+    attention = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]).bool()
+    Critic(spy)(torch.zeros(2, 6, dtype=torch.long), attention)
+    assert spy.inputs["position_ids"].tolist() == [[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 4, 5]]
+    assert spy.inputs["attention_mask"].tolist() == attention.long().tolist()
+    assert spy.inputs["use_cache"] is False
+
+
+def test_critic_head_initialisation():
+    """w has std 1/(H+1) and mean 0 by default, any std on request, and a bias starts at 0."""
+    torch.manual_seed(0)
+    H = 40_000
+    head = init_value_head_(torch.nn.Linear(H, 1))
+    assert head.weight.std().item() * (H + 1) == pytest.approx(1, abs=.02)
+    assert abs(head.weight.mean().item()) * (H + 1) < .02 and head.bias == 0
+    assert init_value_head_(head, .3).weight.std().item() == pytest.approx(.3, rel=.02)
+    assert (init_value_head_(head, 0.).weight == 0).all()
+    assert _critic_tiny().head.weight.std() < 2 / 17
+
+
+def test_critic_from_a_language_model_and_back(tmp_path, monkeypatch):
+    """A causal LM's folder gives its backbone and a new head; a critic's own comes back the same,
+    and outlives a save that is killed in the middle."""
+    from transformers import AutoModelForCausalLM
+    lm, path = AutoModelForCausalLM.from_config(_critic_config()), str(tmp_path / "critic")
+    lm.save_pretrained(tmp_path / "lm")
+    tokens, attention = torch.arange(8).view(2, 4), torch.ones(2, 4)
+    critic = Critic.from_pretrained(str(tmp_path / "lm"))
+    torch.testing.assert_close(critic.backbone(tokens).last_hidden_state,
+                               lm.model(tokens).last_hidden_state)
+    critic.save_pretrained(path)
+    want = critic(tokens, attention)
+    assert torch.equal(Critic.from_pretrained(path)(tokens, attention), want)
+    half = Critic.from_pretrained(path, dtype=torch.bfloat16)
+    assert half.backbone.dtype == torch.bfloat16
+    assert torch.equal(half.head.weight, critic.head.weight)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+    (tmp_path / "critic" / "tokenizer.json").write_text("{}")
+    with torch.no_grad():
+        critic.backbone.embed_tokens.weight.zero_()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(critic_file.torch, "save", killed)
+        critic.save_pretrained(path)
+    assert torch.equal(Critic.from_pretrained(path)(tokens, attention), want)
+    critic.save_pretrained(path)  # over the old one, leaving what is not the critic's
+    assert torch.equal(Critic.from_pretrained(path)(tokens, attention), critic(tokens, attention))
+    assert "tokenizer.json" in os.listdir(path)
+    assert not any(name.startswith(".saving") for name in os.listdir(path))
+    torch.save({"weight": torch.zeros(1, 9)}, os.path.join(path, critic_file.HEAD_FILE))
+    with pytest.raises(ValueError, match=r"\(1, 16\), found \(1, 9\)"):
+        Critic.from_pretrained(path)
+
+
+def test_critic_grad_norms_by_hand():
+    """Head 3, backbone 4: total 5, the head's share of the squared norm 9/25; none: 0 and NaN."""
+    norms = grad_norms(_critic_with_gradient())
+    want = {"head": 3, "backbone": 4, "total": 5, "head_share": .36}
+    assert norms == pytest.approx(want, rel=1e-5)
+    none = grad_norms(_critic_tiny())
+    assert none["head"] == none["backbone"] == none["total"] == 0 and math.isnan(none["head_share"])
+
+
+@pytest.mark.parametrize("split, max_norm, head, backbone", [
+    (False, 10., 3, 4), (True, 10., 3, 4), (False, 1., .6, .8), (True, 1., 1, 1),
+    (True, 3.5, 3, 3.5), (False, 3.5, 2.1, 2.8)])
+def test_critic_clipping(split, max_norm, head, backbone):
+    """Joint clipping scales both alike, split each by its own norm; below the limit not one bit."""
+    critic = _critic_with_gradient()
+    before = copy.deepcopy([p.grad for p in critic.parameters()])
+    assert clip_critic_grad_(critic, max_norm, split=split)["total"] == pytest.approx(5, rel=1e-5)
+    after = grad_norms(critic)
+    assert (after["head"], after["backbone"]) == pytest.approx((head, backbone), rel=1e-5)
+    for p, g in zip(critic.parameters(), before):
+        factor = head / 3 if p is critic.head.weight else backbone / 4
+        torch.testing.assert_close(p.grad, factor * g, rtol=1e-4, atol=1e-7)
+        assert factor != 1 or torch.equal(p.grad, g)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_critic_clipping_leaves_nonfinite_gradients(bad):
+    """One bad number shows in the norm and spreads nowhere; the healthy part is still clipped."""
+    for split in (False, True):
+        critic = _critic_with_gradient()
+        critic.head.weight.grad[0, 3] = bad
+        before = copy.deepcopy([p.grad for p in critic.parameters()])
+        assert not math.isfinite(clip_critic_grad_(critic, 2., split=split)["total"])
+        grads = [p.grad for p in critic.parameters()]
+        assert sum((~g.isfinite()).sum().item() for g in grads) == 1
+        if not split:
+            torch.testing.assert_close(grads, before, rtol=0, atol=0, equal_nan=True)
+        assert grad_norms(critic)["backbone"] == pytest.approx(2 if split else 4, rel=1e-5)
+
+
+def test_critic_norm_of_low_precision_gradients():
+    """Norms of bf16 and half gradients are float32: exact to 1e-6, no overflow at 65504."""
+    critic = _critic_tiny(torch.float16)
+    next(critic.backbone.parameters()).grad = torch.full((32, 16), 6e4, dtype=torch.float16)
+    assert grad_norms(critic)["backbone"] == pytest.approx(6e4 * math.sqrt(512), rel=1e-3)
+    bf16 = _critic_tiny(torch.bfloat16)
+    next(bf16.backbone.parameters()).grad = torch.full((32, 16), 1 / 3, dtype=torch.bfloat16)
+    third = torch.tensor(1 / 3).bfloat16().item()
+    assert grad_norms(bf16)["backbone"] == pytest.approx(third * math.sqrt(512), rel=1e-6)
+
+
+def test_critic_norms_of_sharded_gradients():
+    """Under FSDP2 a head that is a unit stays float32, norms and clipping equal the plain."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def step(critic):
+        value = critic(torch.arange(12).view(2, 6), torch.ones(2, 6))
+        value_loss(value, torch.tensor([1., -1]), torch.ones(2, 6))[0].backward()
+        return clip_critic_grad_(critic, .01), grad_norms(critic)
+
+    plain = step(_critic_tiny(std=.5))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for policy, rel in ((MixedPrecisionPolicy(), 1e-5),
+                            (MixedPrecisionPolicy(param_dtype=torch.bfloat16), .1)):
+            critic = _critic_tiny(std=.5)
+            fully_shard(critic.head, mesh=mesh)
+            fully_shard(critic, mesh=mesh, mp_policy=policy)
+            assert hasattr(critic.head.weight, "full_tensor")
+            for norms, want in zip(step(critic), plain):
+                assert norms == pytest.approx(want, rel=rel)
+            assert critic(torch.arange(12).view(2, 6), torch.ones(2, 6)).dtype == torch.float32
+    finally:
+        dist.destroy_process_group()
+
+
+def test_critic_explained_variance_by_hand():
+    """1 for V = R, 0 for any constant V, −3 for V = −R, NaN if all returns are equal."""
+    R, mask = torch.tensor([1., -1, 1, -1]), torch.ones(4, 3)
+    wide = R[:, None].expand(4, 3)
+    for value, want in ((wide, 1), (0 * wide + .7, 0), (-wide, -3), (.5 * wide + .2, .75)):
+        assert explained_variance(value, R, mask) == pytest.approx(want, abs=1e-6)
+        sums = value_loss(value, R, mask)[1]
+        assert explained_variance_from(sums) == pytest.approx(want, abs=1e-5)
+    for same in (1., .3, 0.):
+        R = torch.full((4,), same)
+        assert math.isnan(explained_variance(wide, R, mask))
+        assert math.isnan(explained_variance_from(value_loss(wide, R, mask)[1]))
+    one = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    assert math.isnan(explained_variance(wide, torch.tensor([1., -1, 1, -1]), one))
+
+
+def test_critic_explained_variance_is_of_kept_tokens():
+    """EV and the EV from sums equal the definition on the kept tokens alone, in float64."""
+    value, target, mask, _ = _critic_case(B=40)
+    V, R = value.detach()[mask], target[:, None].expand(40, 7)[mask]
+    want = 1 - ((R - V).var(correction=0) / R.var(correction=0)).item()
+    assert explained_variance(value, target, mask) == pytest.approx(want, abs=1e-12)
+    sums = value_loss(value, target, mask)[1]
+    assert explained_variance_from(sums) == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"mask": torch.ones(2, 4)}, "value and mask"), ({"value": torch.ones(3)}, "value and mask"),
+    ({"target": torch.ones(3)}, "target must"), ({"target": torch.ones(2, 1)}, "target must"),
+    ({"old_value": torch.ones(2, 1)}, "old_value must"), ({"clip": 0.}, "clip must"),
+    ({"clip": -1.}, "clip must")])
+def test_critic_value_loss_refuses(change, says):
+    """A wrong shape or width is one sentence, not a broadcast."""
+    case = {"value": torch.ones(2, 3), "target": torch.ones(2), "mask": torch.ones(2, 3), **change}
+    with pytest.raises(ValueError, match=says):
+        value_loss(**case)
+
+
+def test_critic_refuses_bad_shapes_and_limits():
+    """Tokens and attention of two shapes, and a limit that is not positive."""
+    critic = _critic_tiny()
+    with pytest.raises(ValueError, match=r"found \(2, 3\) and \(2, 4\)"):
+        critic(torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 4))
+    for bad in (0., -1., float("nan")):
+        with pytest.raises(ValueError, match="max_norm must be positive"):
+            clip_critic_grad_(critic, bad)
+
+
+# ----------------------------------------------------------------------------------- actor_loss.py
+
+
+TOKEN_LOSSES = [cispo_loss, ppo_clip_loss, dis_loss]
+
+
+def _actor_case(rows=4, length=7, scale=0.3, seed=0):
+    """logp (leaf), logp_old, advantage, keep in float64; unequal rows, one gap, one row empty."""
+    g = torch.Generator().manual_seed(seed)
+    old = -torch.rand(rows, length, generator=g, dtype=torch.float64) * 3
+    logp = old + scale * torch.randn(rows, length, generator=g, dtype=torch.float64)
+    advantage = torch.randn(rows, length, generator=g, dtype=torch.float64)
+    lengths = torch.tensor([length, 3, 0, 5])[:rows, None]
+    keep = torch.arange(length) < lengths
+    keep[0, 2] = False
+    return logp.requires_grad_(), old, advantage, keep
+
+
+def _actor_linear_case(rows, length, width, vocab, dtype=torch.float32):
+    g = torch.Generator().manual_seed(vocab)
+    hidden = torch.randn(rows, length, width, generator=g, dtype=torch.float64).to(dtype)
+    weight = (torch.randn(vocab, width, generator=g, dtype=torch.float64) / 2).to(dtype)
+    tokens = torch.randint(vocab, (rows, length), generator=g)
+    grad = torch.randn(rows, length, generator=g, dtype=torch.float64)
+    grad[0, 1] = 0  # a masked token
+    return hidden.requires_grad_(), weight.requires_grad_(), tokens, grad
+
+
+def _actor_grad(loss_fn, logp, *args, **options):
+    return torch.autograd.grad(loss_fn(logp, *args, **options)[0], logp)[0]
+
+
+def test_actor_loss_cispo_hand():
+    """The worked CISPO example: the third token is clipped and still has a gradient."""
+    logp = torch.tensor([-1.0, -2, -0.5], requires_grad=True)
+    old, advantage = torch.tensor([-1.0, -1, -2]), torch.tensor([1.0, -1, 2])
+    loss, stats = cispo_loss(logp, old, advantage, torch.ones(3))
+    loss.backward()
+    torch.testing.assert_close(loss.item(), 0.226667, atol=1e-6, rtol=0)
+    expected = torch.tensor([-0.333333, 0.266667, -0.853333])
+    torch.testing.assert_close(logp.grad, expected, atol=1e-6, rtol=0)
+    assert [int(x) for x in stats["clip_share"]] == [2, 3]
+
+
+def test_actor_loss_far_ratio_is_finite():
+    """A log-ratio of 100 overflows nothing; CISPO's mean is .5 with gradient [0, −.5]."""
+    old, advantage = torch.tensor([-100.0, -1]), torch.tensor([0.0, 1])
+    for fn in [*TOKEN_LOSSES, flash_reinforce_loss]:
+        logp = torch.tensor([0.0, -1], requires_grad=True)
+        loss, stats = fn(logp, old, advantage, torch.ones(2))
+        loss.backward()
+        assert all(torch.isfinite(x).all() for x in (loss, logp.grad, *sum(stats.values(), ())))
+        if fn is cispo_loss:
+            assert loss.item() == 0.5 and logp.grad.tolist() == [0, -0.5]
+        advantage_far = torch.tensor([-1.0, 1])  # the far token itself, pushed down
+        assert _actor_grad(fn, logp, old, advantage_far, torch.ones(2)).isfinite().all()
+
+
+def test_actor_loss_temperature_hand():
+    """Logits [2, 1, 0] at temperature .5 give token 0 log-prob −.142932, also from hidden."""
+    logits, token = torch.tensor([[[2.0, 1, 0]]]), torch.tensor([[0]])
+    direct = token_logp(logits, token, temperature=0.5)
+    fused = linear_token_logp(logits, torch.eye(3), token, temperature=0.5)
+    torch.testing.assert_close(direct.item(), -0.142932, atol=1e-6, rtol=0)
+    torch.testing.assert_close((direct - fused).exp().item(), 1.0, atol=1e-6, rtol=0)
+
+
+def test_actor_loss_masked_response_leaves_the_mean():
+    """Responses of 4 and 6 tokens, the second masked, per-token loss 1: the mean is 1, not .4."""
+    logp, advantage = torch.full((2, 6), -1.0), torch.ones(2, 6)
+    keep = torch.tensor([[1, 1, 1, 1, 0, 0], [0] * 6])
+    for fn in TOKEN_LOSSES:
+        assert abs(fn(logp, logp, advantage, keep)[0].item()) == 1.0
+    assert cispo_loss(logp, logp, advantage, keep, 10)[0].item() == pytest.approx(0.4)
+
+
+def test_actor_loss_mismatch_hand():
+    """IcePoP alone keeps .51, 1, 4.99 of five ratios; by default 5.01 drops its whole response."""
+    rho = torch.tensor([[0.49, 0.51, 1, 4.99, 5.01], [0.49, 0.51, 1, 4.99, 1]])
+    roll, mask = torch.full_like(rho, -3), torch.ones(2, 5)
+    keep, _ = mismatch_mask(roll + rho.log(), roll, mask, response_range=(0, math.inf))
+    assert keep.int().tolist() == [[0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
+    keep, stats = mismatch_mask(roll + rho.log(), roll, mask)
+    assert keep.int().tolist() == [[0] * 5, [0, 1, 1, 1, 1]]
+    counts = {k: [round(float(x), 4) for x in v] for k, v in stats.items()}
+    assert counts["icepop_masked"] == [3, 10] and counts["mis_masked"] == [5, 10]
+    assert counts["masked"] == [6, 10] and counts["mis_dropped"] == [1, 2]
+    assert counts["ratio"] == [19.99, 10]
+    assert counts["kl"] == [round(float((rho - 1 - rho.log()).sum()), 4), 10]
+    torch.testing.assert_close(mismatch_ratio(roll + rho.log(), roll, mask), rho)
+
+
+def test_actor_loss_mismatch_does_not_grow_with_length():
+    """Ten thousand tokens of ratio 1.012 stay: the response test is a maximum, not a product."""
+    roll, mask = torch.full((1, 10_000), -1.0), torch.ones(1, 10_000, dtype=torch.bool)
+    assert mismatch_mask(roll + math.log(1.012), roll, mask)[0].all()
+
+
+def test_actor_loss_range_bounds():
+    """IcePoP's and MIS's bounds are included, DIS's excluded: at ratio 1 and a bound of 1."""
+    x, one = torch.full((1, 3), -2.0, requires_grad=True), torch.ones(1, 3)
+    assert mismatch_mask(x, x, one, token_range=(1, 1), response_range=(1, 1))[0].all()
+    assert _actor_grad(dis_loss, x, x.detach(), one, one, eps_high=0).abs().max() == 0
+    assert _actor_grad(dis_loss, x, x.detach(), one, one, eps_low=0).abs().max() == 0
+    assert _actor_grad(dis_loss, x, x.detach(), one, one).abs().min() > 0
+
+
+def test_actor_loss_mismatch_broken_numbers():
+    """A NaN, or a token the sampler calls impossible, drops its response and no other one."""
+    roll = torch.full((3, 2), -1.0)
+    roll[0, 1], roll[1, 0] = math.nan, -math.inf
+    assert mismatch_mask(torch.full((3, 2), -1.0), roll, torch.ones(3, 2))[0].tolist() == [
+        [False, False], [False, False], [True, True]]
+
+
+def test_actor_loss_first_step_is_reinforce():
+    """At ratio 1 CISPO, PPO-clip and DIS all have the REINFORCE gradient −Â/n, and clip nothing."""
+    logp, _, advantage, keep = _actor_case()
+    old = logp.detach().clone()
+    for fn in TOKEN_LOSSES:
+        loss, stats = fn(logp, old, advantage, keep)
+        grad = torch.autograd.grad(loss, logp)[0]
+        torch.testing.assert_close(grad, -advantage * keep / keep.sum())
+        assert stats["clip_share"][0] == 0 and stats["kl"][0] == 0
+        assert stats["ratio"][0] == stats["ratio"][1] == keep.sum()
+
+
+def _actor_loss_loop(name, logp, old, advantage, keep):
+    """The token losses written out token by token, on floats: gradient and clipped count."""
+    grad, clipped = torch.zeros_like(logp), 0
+    for i in range(keep.numel()):
+        if keep.flatten()[i]:
+            a, r = advantage.flatten()[i].item(), math.exp(logp.flatten()[i] - old.flatten()[i])
+            if name == "cispo":
+                weight, out = min(max(r, 0.8), 1.28), not 0.8 <= r <= 1.28
+            elif name == "ppo":
+                out = (a > 0 and r > 1.2) or (a < 0 and r < 0.8)
+                weight = 0 if out else r
+            else:
+                out = not 0.7 < r < 6
+                weight = 0 if out else r
+            grad.view(-1)[i], clipped = -weight * a / int(keep.sum()), clipped + out
+    return grad, clipped
+
+
+def test_actor_loss_gradients_against_loop():
+    """Each loss's gradient is its weight of the ratio times −Â/n, token by token."""
+    logp, old, advantage, keep = _actor_case(scale=1.5)
+    for name, fn in zip(("cispo", "ppo", "dis"), TOKEN_LOSSES):
+        loss, stats = fn(logp, old, advantage, keep)
+        grad, clipped = _actor_loss_loop(name, logp.detach(), old, advantage, keep)
+        torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], grad, atol=1e-12, rtol=0)
+        assert 0 < stats["clip_share"][0] == clipped and stats["clip_share"][1] == keep.sum()
+
+
+def test_actor_loss_flash_against_loop():
+    """FlashREINFORCE: gate by the mean Bernoulli KL, 1/T_i inside, 1/B with B before the gate."""
+    logp, roll, advantage, mask = _actor_case(scale=0.15)
+    grad, total, gated = torch.zeros_like(roll), 0.0, 0
+    for i in (0, 1, 3):  # the row 2 has no token
+        where = mask[i].nonzero().flatten().tolist()
+        p, q = roll[i].exp(), logp[i].detach().exp()
+        kl = sum(p[t] * math.log(p[t] / q[t]) + (1 - p[t]) * math.log((1 - p[t]) / (1 - q[t]))
+                 for t in where)
+        if kl / len(where) > 3e-3:
+            gated += 1
+            continue
+        for t in where:
+            grad[i, t] = -(q[t] / p[t]) * advantage[i, t] / len(where) / 3
+            total += float(grad[i, t] * logp[i, t].detach())
+    loss, stats = flash_reinforce_loss(logp, roll, advantage, mask)
+    assert 0 < gated < 3 and [int(x) for x in stats["gated"]] == [gated, 3]
+    torch.testing.assert_close(loss.item(), total)
+    torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], grad, atol=1e-12, rtol=0)
+    ratio = flash_reinforce_loss(logp + 3, roll, advantage, mask, delta=math.inf)[1]["ratio"]
+    assert ratio[0] / ratio[1] > 10  # not clipped
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_actor_loss_micro_batches_add_up(parts):
+    """With the global count, losses, gradients, stats of 1, 2, 4 unequal micro-batches add up."""
+    case = _actor_case(scale=0.5)
+    cuts = {1: [4], 2: [1, 3], 4: [1, 1, 1, 1]}[parts]
+    for fn in [*TOKEN_LOSSES, lambda *a: flash_reinforce_loss(*a, delta=0.05)]:
+        logp, keep = case[0], case[3]
+        n = keep.sum() if fn in TOKEN_LOSSES else int(keep.any(-1).sum())
+        whole, stats = fn(*case)
+        split = [fn(*piece, n) for piece in zip(*(x.split(cuts) for x in case))]
+        total = sum(loss for loss, _ in split)
+        torch.testing.assert_close(total, whole, atol=1e-12, rtol=0)
+        torch.testing.assert_close(*(torch.autograd.grad(x, logp)[0] for x in (total, whole)),
+                                   atol=1e-12, rtol=0)
+        for name, pair in stats.items():
+            added = torch.stack([torch.stack([torch.as_tensor(x).double() for x in s[name]])
+                                 for _, s in split]).sum(0)
+            torch.testing.assert_close(added, torch.stack([x.double() for x in pair]))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e9])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.uint8])
+def test_actor_loss_masked_slots_reach_nothing(bad, dtype):
+    """What stands in a masked slot changes no loss, no gradient, no stat and no mask."""
+    logp, old, advantage, keep = _actor_case()
+    dirty = [torch.where(keep, x.detach(), bad) for x in (logp, old, advantage)]
+    dirty[0].requires_grad_()
+    for fn in [*TOKEN_LOSSES, flash_reinforce_loss]:
+        clean, found = fn(logp, old, advantage, keep), fn(*dirty, keep.to(dtype))
+        torch.testing.assert_close(clean, found, rtol=0, atol=0)
+        grads = torch.autograd.grad(clean[0], logp)[0], torch.autograd.grad(found[0], dirty[0])[0]
+        torch.testing.assert_close(*grads, rtol=0, atol=0)
+        assert (grads[1][~keep] == 0).all()
+    clean, found = (mismatch_mask(a, b, keep) for a, b in ((logp, old), dirty[:2]))
+    torch.testing.assert_close(clean, found, rtol=0, atol=0)
+    assert not found[0][~keep].any() and (mismatch_ratio(*dirty[:2], keep)[~keep] == 0).all()
+
+
+def test_actor_loss_all_masked():
+    """A batch with everything masked has loss 0 and zero gradients, also at a global count of 0."""
+    for fn in [*TOKEN_LOSSES, flash_reinforce_loss]:
+        for n in (None, 0, torch.tensor(0), torch.tensor(0.0), 5):
+            logp = torch.full((2, 3), math.nan, requires_grad=True)
+            loss, stats = fn(logp, logp.detach(), logp.detach(), torch.zeros(2, 3), n)
+            loss.backward()
+            assert loss == 0 and (logp.grad == 0).all() and all(c == 0 for _, c in stats.values())
+    keep, stats = mismatch_mask(logp, logp, torch.zeros(2, 3))
+    assert not keep.any() and all(float(s) == c == 0 for s, c in stats.values())
+
+
+def test_actor_loss_no_gradient_beside_logp():
+    """Neither the old log-probs nor the advantage get a gradient."""
+    logp, old, advantage, keep = _actor_case()
+    for fn in [*TOKEN_LOSSES, flash_reinforce_loss]:
+        loss, _ = fn(logp, old.requires_grad_(), advantage.requires_grad_(), keep)
+        assert torch.autograd.grad(loss, (old, advantage), allow_unused=True) == (None, None)
+
+
+def test_actor_loss_float32_under_autocast():
+    """bfloat16 inputs under autocast give float32 log-probs and losses; no logit is rounded."""
+    hidden, weight, tokens, grad = _actor_linear_case(2, 5, 24, 40, torch.bfloat16)
+    exact = token_logp(hidden.double() @ weight.double().T, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        logp = linear_token_logp(hidden, weight, tokens)
+        same = linear_token_logp(hidden.float(), weight.float(), tokens)
+        entropy = linear_entropy(hidden, weight)
+        loss, _ = cispo_loss(logp.bfloat16(), logp.bfloat16(), logp.bfloat16(), torch.ones(2, 5))
+        d_hidden, d_weight = torch.autograd.grad(logp, (hidden, weight), grad.float())
+    assert logp.dtype == entropy.dtype == loss.dtype == torch.float32
+    assert token_logp((hidden @ weight.T), tokens).dtype == torch.float32
+    torch.testing.assert_close(logp, exact.float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(same, logp, atol=1e-5, rtol=0)
+    expected = torch.autograd.grad(exact, (hidden, weight), grad)
+    torch.testing.assert_close((d_hidden, d_weight), expected, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("budget", [2**20, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_actor_loss_linear_equals_naive(budget, temperature, monkeypatch):
+    """linear_token_logp is token_logp(hidden @ weight.T), value and gradient, one chunk or more."""
+    if budget == 64:  # chunks of 7 words, the last one shorter
+        monkeypatch.setattr(actor_loss, "_chunks", lambda h, vocab: (
+            slice(i, min(i + 7, vocab)) for i in range(0, vocab, 7)))
+    hidden, weight, tokens, grad = _actor_linear_case(2, 5, 6, 24, torch.float64)
+    naive = token_logp(hidden @ weight.T, tokens, temperature=temperature)
+    fused = linear_token_logp(hidden, weight, tokens, temperature=temperature)
+    torch.testing.assert_close(fused, naive, atol=1e-12, rtol=0)
+    for inputs in ((hidden, weight), (hidden,), (weight,)):
+        torch.testing.assert_close(*(torch.autograd.grad(x, inputs, grad, retain_graph=True)
+                                     for x in (fused, naive)), atol=1e-12, rtol=0)
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_token_logp(h, w, tokens, temperature=temperature), (hidden, weight))
+    logp = (hidden @ weight.T / temperature).log_softmax(-1)
+    torch.testing.assert_close(linear_entropy(hidden, weight, temperature=temperature),
+                               -(logp.exp() * logp).sum(-1), atol=1e-12, rtol=0)
+
+
+def test_actor_loss_chunks_cover_the_vocabulary():
+    """The chunks are the vocabulary, once, in order, for any number of tokens."""
+    for n, vocab in ((0, 5), (1, 1000), (5000, 1000), (5000, 256), (5000, 257)):
+        words = [w for s in actor_loss._chunks(torch.empty(n, 3), vocab) for w in range(vocab)[s]]
+        assert words == list(range(vocab))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_actor_loss_linear_masked_hidden(bad):
+    """A hidden state whose token the loss masks reaches no gradient, whatever it holds."""
+    hidden, weight, tokens, _ = _actor_linear_case(2, 4, 6, 11)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]) != 0
+    dirty = torch.where(mask[..., None], hidden.detach(), bad).requires_grad_()
+    grads = []
+    for h in (hidden, dirty):
+        logp = linear_token_logp(h, weight, tokens)
+        loss, _ = cispo_loss(logp, logp.detach(), torch.ones(2, 4), mask)
+        grads.append(torch.autograd.grad(loss, (h, weight)))
+    torch.testing.assert_close(*grads, atol=1e-6, rtol=0)
+    assert (grads[1][0][~mask] == 0).all() and grads[1][1].abs().max() > 0
+    logp = linear_token_logp(dirty, weight, tokens)
+    zero = torch.autograd.grad(logp, (dirty, weight), torch.zeros(2, 4))
+    assert all((g == 0).all() for g in zero)
+
+
+def test_actor_loss_linear_never_holds_the_logits(monkeypatch):
+    """Forward and backward make no tensor of T × V numbers, nor a third of it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else [out]:
+                self.size = max(self.size, x.numel() if isinstance(x, torch.Tensor) else 0)
+            return out
+
+    hidden, weight, tokens, grad = _actor_linear_case(1, 4096, 8, 1024)
+    with Largest() as seen:
+        logp = linear_token_logp(hidden, weight, tokens)
+        torch.autograd.grad(logp, (hidden, weight), grad.float())
+        linear_entropy(hidden, weight)
+    assert seen.size <= 4096 * 1024 // 3
+
+
+@pytest.mark.skipif(actor_loss.triton is None, reason="Triton is not installed")
+@pytest.mark.parametrize("shape", [(1, 3, 5, 7), (2, 37, 45, 131), (1, 64, 32, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_actor_loss_triton_equals_torch(shape, dtype):
+    """The kernels give the torch version's log-probs and gradients, in partial and full tiles."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = _actor_linear_case(*shape, dtype)
+    hidden, weight, tokens, grad = (
+        x.detach().to(device).requires_grad_(x.requires_grad) for x in case)
+    results = []
+    for impl in ("torch", "triton"):
+        logp = linear_token_logp(hidden, weight, tokens, temperature=0.7, impl=impl)
+        results.append((logp, *torch.autograd.grad(logp, (hidden, weight), grad.float())))
+    assert logp.dtype == torch.float32
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(results[1][0], results[0][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(results[1][1:], results[0][1:], atol=tolerance, rtol=tolerance)
+
+
+_ACTOR_COMPILE = """
+import os, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import actor_loss, torch
+tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+for kernel in (actor_loss._logsumexp_kernel, actor_loss._logit_grad_kernel):
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        blocks = actor_loss._launch(dtype, 4096, 49152)[1]
+        warps = blocks.pop("num_warps")
+        types = dict(hidden=name, weight=name, out=name, tokens="i64", parts="fp32", lse="fp32",
+                     grad="fp32")
+        sizes = dict(temperature="fp32", N="i32", V="i32", H="i32")
+        args = kernel.arg_names
+        signature = {a: "*" + types[a] if a in types else sizes.get(a, "constexpr") for a in args}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(args)
+                   if a in types or a in ("N", "V", "H")}
+        source = ASTSource(kernel, signature, constexprs=blocks, attrs=aligned)
+        for arch in (80, 90):
+            binary = triton.compile(source, target=GPUTarget("cuda", arch, 32),
+                                    options={"num_warps": warps})
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+                f.write(binary.asm["cubin"])
+                f.flush()
+                usage = subprocess.run([os.path.join(tools, "cuobjdump"), "-res-usage", f.name],
+                                       capture_output=True, text=True, check=True).stdout
+            found = [re.search(what + r":(\\d+)", usage)[1] for what in ("REG", "STACK", "LOCAL")]
+            print(kernel.__name__, name, arch, *found, binary.metadata.shared)
+"""
+
+
+@pytest.mark.skipif(actor_loss.triton is None, reason="Triton is not installed")
+def test_actor_loss_kernels_compile_without_spills(tmp_path):
+    """Both kernels compile for sm_80 and sm_90, bfloat16 and float32: no spill, 99 KiB shared."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(Path(actor_loss.__file__).parent), "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", _ACTOR_COMPILE], env=env, capture_output=True,
+                         text=True)
+    assert run.returncode == 0, run.stderr
+    rows = [line.split() for line in run.stdout.splitlines()]
+    assert len(rows) == 8
+    for kernel, dtype, arch, regs, stack, local, shared in rows:
+        assert stack == local == "0" and int(shared) <= 99 * 1024, run.stdout
+
+
+def test_actor_loss_bad_input():
+    """Bad shapes, ranges and names are one sentence that names the argument."""
+    x = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"advantage: .*\[2, 3\].*\[2\]"):
+        cispo_loss(x, x, torch.zeros(2), x)
+    with pytest.raises(ValueError, match=r"keep: .*\[2, 3\].*\[2, 1\]"):
+        flash_reinforce_loss(x, x, x, torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"n_tokens.*\[2\]"):
+        dis_loss(x, x, x, x, torch.ones(2))
+    with pytest.raises(ValueError, match=r"logp_roll: .*\[2, 3\].*\[3\]"):
+        mismatch_mask(x, torch.zeros(3), x)
+    with pytest.raises(ValueError, match=r"token_range: .*\(5, 0.5\)"):
+        mismatch_mask(x, x, x, token_range=(5, 0.5))
+    with pytest.raises(ValueError, match=r"tokens: .*\[2, 3\].*\[2\]"):
+        token_logp(torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.long))
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    hidden, weight = torch.zeros(2, 3, 4), torch.zeros(5, 4)
+    with pytest.raises(ValueError, match=r"tokens: .*\[2, 3\].*\[2\]"):
+        linear_token_logp(hidden, weight, ids[:, 0])
+    with pytest.raises(ValueError, match=r"weight: .*\[V, 4\].*\[4, 5\]"):
+        linear_token_logp(hidden, weight.T, ids)
+    with pytest.raises(ValueError, match=r"temperature: .*0"):
+        linear_token_logp(hidden, weight, ids, temperature=0)
+    with pytest.raises(ValueError, match=r"impl: .*'fast'"):
+        linear_token_logp(hidden, weight, ids, impl="fast")
+    with pytest.raises(ValueError, match="impl: .*float64|impl: .*missing"):
+        linear_token_logp(hidden.double(), weight, ids, impl="triton")
+
+
+# ----------------------------------------------------------------------------------------- daps.py
+
+
+def _daps_on(n_prompts, **settings):
+    """A DAPS that selects by acceptance alone from step 0 on (ω = 1)."""
+    return DAPS(n_prompts, uniform=0, ramp=0, **settings)
+
+
+def _daps_select(daps, v0, n, seed=0, step=0):
+    return daps.select(torch.arange(len(v0)), torch.as_tensor(v0), n, step,
+                       torch.Generator().manual_seed(seed))
+
+
+def test_daps_acceptance_by_hand():
+    """p = 0, .25, .5, .75, 1 at a_min .1 is accepted with .1, .775, 1, .775, .1."""
+    p = torch.tensor([0, .25, .5, .75, 1], dtype=torch.float64)
+    want = torch.tensor([.1, .775, 1, .775, .1], dtype=torch.float64)
+    torch.testing.assert_close(accept_prob(p), want)
+    torch.testing.assert_close(accept_prob(p, 0.3), .3 + .7 / .9 * (want - .1))
+
+
+def test_daps_estimate_by_hand():
+    """S = 3, N = 4 after one decay, V = .2, n_c = 3: p̂ = .685345 and a = .876330."""
+    daps = _daps_on(2)
+    daps.update(torch.tensor([1, 1, 1, 1]), torch.tensor([1, 1, 0, 1]))
+    daps.update(torch.tensor([0]), torch.tensor([True]))
+    v0 = torch.tensor([.2], dtype=torch.float64)
+    p = fuse(success_from_value(v0), daps.successes[1:], daps.trials[1:])
+    assert p.item() == pytest.approx(.685345, abs=1e-6)
+    assert daps.acceptance(torch.tensor([1]), v0, 0).item() == pytest.approx(.876330, abs=1e-6)
+
+
+def test_daps_success_is_half_of_value_plus_one():
+    """A success rate p has the value 2p − 1; values beyond [−1, 1] clip, float64 stays exact."""
+    p = torch.linspace(0, 1, 7, dtype=torch.float64)
+    assert (success_from_value(2 * p - 1) - p).abs().max() < 1e-15
+    low = success_from_value(torch.tensor([-3, -1, 0, 1, 9], dtype=torch.bfloat16))
+    assert low.dtype == torch.float32 and low.tolist() == [0, 0, .5, 1, 1]
+    assert success_from_value(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_daps_critic_counts_as_n_c_trials():
+    """p̂ is p_c without history, S/N after many trials, and trials that say p_c leave it p_c."""
+    p_c, many = torch.tensor([.7], dtype=torch.float64), torch.tensor([1e9], dtype=torch.float64)
+    assert fuse(p_c, 0 * many, 0 * many).item() == pytest.approx(.7, abs=1e-12)
+    assert fuse(p_c, .2 * many, many).item() == pytest.approx(.2, abs=1e-8)
+    assert fuse(p_c, 5 * p_c, 5 * torch.ones(1), n_c=2.).item() == pytest.approx(.7, abs=1e-12)
+
+
+def test_daps_ramp():
+    """ω is 0 up to step 40, 1 from step 120, linear between; length 0 is a switch."""
+    assert [ramp(t) for t in (0, 40, 60, 80, 100, 120, 999)] == [0, 0, .25, .5, .75, 1, 1]
+    assert [ramp(t, 5, 0) for t in (4, 5)] == [0, 1] and ramp(0, 0, 0) == 1
+    a = DAPS(1).acceptance(torch.tensor([0]), torch.tensor([1.]), 60)  # ¾·1 + ¼·0.1
+    assert a.item() == pytest.approx(.775)
+
+
+def test_daps_uniform_phase_ignores_values_and_counts():
+    """At ω = 0 a selection is one uniform draw, the same whatever V and the history say."""
+    plain, told = DAPS(50), DAPS(50)
+    told.update(torch.arange(50).repeat(9), torch.arange(450) % 2)
+    v0 = torch.linspace(-1, 1, 50)
+    counts = torch.zeros(50)
+    for seed in range(1500):
+        ids = _daps_select(plain, v0, 10, seed, step=40)
+        assert ids.tolist() == _daps_select(told, -v0.abs(), 10, seed, step=0).tolist()
+        counts[ids] += 1
+    assert plain.report == {"offered": 50, "omega": 0, "acceptance": 1, "rounds": 1,
+                            "accepted": 10, "filled": 0}
+    mean = 1500 / 5
+    chi2 = ((counts - mean) ** 2 / (mean * .8)).sum() * 49 / 50  # of draws without replacement
+    assert 23.98 < chi2 < 85.35  # the 0.1 % tails of 49 degrees of freedom
+
+
+def test_daps_inclusion_is_proportional_to_acceptance():
+    """Few out of many candidates: a prompt is selected in proportion to its acceptance."""
+    v0 = torch.tensor([-1., -.5, 0., .9]).repeat(500)  # a = .1, .775, 1, .271 in four classes
+    daps, counts = _daps_on(2000), torch.zeros(4, dtype=torch.float64)
+    for seed in range(400):
+        ids = _daps_select(daps, v0, 20, seed)
+        counts += torch.bincount(ids % 4, minlength=4)
+        assert daps.report["rounds"] == 1 and daps.report["accepted"] == 20
+    a = accept_prob(success_from_value(v0[:4].double()))
+    expected = counts.sum() * a / a.sum()
+    assert ((counts - expected) ** 2 / expected).sum() < 16.27  # the 0.1 % tail, 3 degrees
+    flat = counts.sum() / 4
+    assert ((counts - flat) ** 2 / flat).sum() > 1000  # and uniform it is not
+
+
+def test_daps_fills_up_with_the_best():
+    """What ten rounds do not accept is filled up in order of acceptance, and counted."""
+    daps = _daps_on(8, a_min=0.0)
+    v0 = [-1, -.999999, 0, 1, -.9999999, 0, .99999, 1]  # two certain, the others all but hopeless
+    ids = _daps_select(daps, torch.tensor(v0, dtype=torch.float64), 5)
+    assert set(ids[:2].tolist()) == {2, 5} and ids[2:].tolist() == [6, 1, 4]
+    assert daps.report["rounds"] == 10
+    assert (daps.report["accepted"], daps.report["filled"]) == (2, 3)
+    pairs = {tuple(sorted(_daps_select(daps, torch.ones(8), 2, i).tolist())) for i in range(99)}
+    assert len(pairs) > 20  # of 28: equal ones are filled in drawn order, not in that of the ids
+
+
+@pytest.mark.parametrize("a_min", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("n", [0, 1, 7, 36, 37])
+def test_daps_selects_n_distinct_candidates(n, a_min):
+    """Any n up to M gives n distinct candidates within ten rounds, accepted + filled = n."""
+    daps, g = _daps_on(100, a_min=a_min), torch.Generator().manual_seed(n)
+    ids = torch.randperm(100, generator=g)[:37]
+    v0 = torch.rand(37, generator=g).bfloat16() * 3 - 1.5
+    got = daps.select(ids, v0, n, 0, g)
+    assert got.dtype == torch.long and len(set(got.tolist())) == n == len(got)
+    assert set(got.tolist()) <= set(ids.tolist())
+    assert daps.report["accepted"] + daps.report["filled"] == n and daps.report["rounds"] <= 10
+
+
+def test_daps_later_rounds_skip_what_is_taken():
+    """With a floor of .5 on every prompt, M of M are accepted in rounds, not filled up."""
+    daps = _daps_on(30, a_min=0.5)
+    assert sorted(_daps_select(daps, torch.ones(30), 30).tolist()) == list(range(30))
+    assert 1 < daps.report["rounds"] <= 10 and daps.report["filled"] == 0
+
+
+def test_daps_chance_comes_from_the_generator_alone():
+    """Equal generators select equally, on every rank, and torch's global stream is not touched."""
+    before = torch.get_rng_state()
+    v0 = torch.linspace(-1, 1, 40)
+    picks = [_daps_select(_daps_on(40), v0, 9, seed).tolist() for seed in (1, 1, 2)]
+    assert picks[0] == picks[1] != picks[2]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_daps_update_is_decay_then_sum():
+    """Counts = a loop that decays all, then adds each outcome; a batch of none only decays."""
+    g = torch.Generator().manual_seed(0)
+    daps, S, N = DAPS(6, decay=.9), [0.] * 6, [0.] * 6
+    for size in (5, 0, 12, 1):
+        ids = torch.randint(6, (size,), generator=g)
+        right = torch.randint(2, (size,), generator=g)
+        daps.update(ids, right)
+        S, N = [.9 * s for s in S], [.9 * n for n in N]
+        for i, r in zip(ids.tolist(), right.tolist()):
+            S[i], N[i] = S[i] + r, N[i] + 1
+    torch.testing.assert_close(daps.successes, torch.tensor(S, dtype=torch.float64))
+    torch.testing.assert_close(daps.trials, torch.tensor(N, dtype=torch.float64))
+
+
+def test_daps_state_is_a_copy():
+    """A saved state does not follow later updates, and a loaded one goes on by itself."""
+    daps, other = DAPS(3), DAPS(3)
+    daps.update(torch.tensor([2]), torch.tensor([1.]))
+    state = daps.state_dict()
+    other.load_state_dict(state)
+    daps.update(torch.tensor([0]), torch.tensor([1.]))
+    other.update(torch.tensor([1]), torch.tensor([0.]))
+    assert state["successes"].tolist() == [0, 0, 1] == state["trials"].tolist()
+    assert other.trials.tolist() == [0, 1, .99] and daps.trials.tolist() == [1, 0, .99]
+
+
+def test_daps_mixed_groups():
+    """Kept: groups with a right and a wrong response, in any row order, of any size above one."""
+    reward, group = torch.tensor([1., -1, 1, -1, 1, -1, 1]), torch.tensor([7, 7, 3, 5, 3, 5, 9])
+    want = [True, True, False, False, False, False, False]
+    assert mixed_groups(reward, group).tolist() == want
+    assert mixed_groups((reward > 0).float(), group).tolist() == want  # 0/1 as well as −1/+1
+    assert mixed_groups(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
+    g = torch.Generator().manual_seed(0)
+    reward = torch.randint(2, (60,), generator=g) * 2. - 1
+    group = torch.randint(25, (60,), generator=g)
+    for r, i, kept in zip(reward, group, mixed_groups(reward, group)):
+        assert kept == (len(set(reward[group == i].tolist())) == 2)
+
+
+@pytest.mark.parametrize("ids, v0, n, says", [
+    ([0, 1, 1], [0., 0, 0], 1, "distinct"), ([0, 1, 9], [0., 0, 0], 1, "found 9"),
+    ([0, -1, 2], [0., 0, 0], 1, "found -1"), ([0., 1, 2], [0., 0, 0], 1, "whole numbers"),
+    ([0, 1, 2], [0., float("nan"), 0], 1, "1 NaN"), ([0, 1, 2], [0., 0], 1, "shape"),
+    ([0, 1, 2], [0., 0, 0], 4, "n must be"), ([0, 1, 2], [0., 0, 0], -1, "n must be"),
+    ([[0, 1]], [[0., 0]], 1, "one dimension")])
+def test_daps_select_refuses(ids, v0, n, says):
+    """Repeats, strangers, NaN, other shapes and more than there are get one clear sentence."""
+    with pytest.raises(ValueError, match=says):
+        DAPS(5).select(torch.tensor(ids), torch.tensor(v0), n, 0, torch.Generator())
+
+
+@pytest.mark.parametrize("ids, right, says", [
+    ([0, 1], [1., -1], "found -1"), ([0, 1], [1., float("nan")], "found nan"),
+    ([0, 5], [1., 0], "found 5"), ([0, 1], [1.], "shape"), ([0., 1], [1., 0], "whole numbers")])
+def test_daps_update_refuses_and_changes_nothing(ids, right, says):
+    """A wrong outcome, id or shape is refused before the counts decay."""
+    daps = DAPS(5)
+    daps.update(torch.arange(5), torch.ones(5))
+    with pytest.raises(ValueError, match=says):
+        daps.update(torch.tensor(ids), torch.tensor(right))
+    assert daps.trials.tolist() == [1] * 5 == daps.successes.tolist()
+
+
+def test_daps_refuses_bad_settings_and_states():
+    """Settings out of range, a state of another size or without counts, other shapes."""
+    for bad in ({"a_min": 1.5}, {"n_c": 0.}, {"decay": 2.}, {"uniform": -1}, {"ramp": -1}):
+        with pytest.raises(ValueError, match="found"):
+            DAPS(5, **bad)
+    daps, small = DAPS(5), DAPS(4).state_dict()
+    mixed_sizes = {"successes": torch.ones(5), "trials": torch.ones(4)}
+    for state in (small, {}, {"successes": torch.ones(5)}, mixed_sizes):
+        with pytest.raises(ValueError, match="state must hold"):
+            daps.load_state_dict(state)
+    assert daps.successes.tolist() == [0] * 5
+    for call in (lambda: accept_prob(torch.ones(1), -.1), lambda: DAPS(0),
+                 lambda: fuse(torch.ones(1), torch.zeros(1), torch.zeros(1), 0.),
+                 lambda: mixed_groups(torch.ones(2), torch.ones(3)),
+                 lambda: mixed_groups(torch.tensor([float("nan")]), torch.tensor([1]))):
+        with pytest.raises(ValueError, match="found"):
+            call()
+
+
+# -------------------------------------------------------------------------------------- rollout.py
+
+
+class _Scripted(nn.Module):
+    """A stand-in for a language model: the logits at position p are logits[p], whatever came."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = nn.Parameter(torch.as_tensor(logits, dtype=torch.float32))
+        self.seen = []
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache,
+                logits_to_keep):
+        kv = torch.zeros(*input_ids.shape, 1).unsqueeze(1)  # [R, heads = 1, n, d = 1]
+        past_key_values.update(kv, kv, 0)
+        self.seen.append((input_ids, attention_mask))
+        return SimpleNamespace(logits=self.logits[position_ids[:, -1:]])
+
+
+def _one_hot(ids, vocab=10):
+    """Logits that force the given token at each position."""
+    return 50 * torch.nn.functional.one_hot(torch.tensor(ids), vocab)
+
+
+def _llama(vocab=13, **how):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
+        max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=1, **how)).eval()
+
+
+PROMPTS = [[5, 1, 6], [7], [3, 3, 3, 3, 9, 2], [8, 2], [4, 5, 6, 7], [2, 9], [11, 12, 1, 1]]
+
+
+def test_rollout_log_prob_at_the_sampling_temperature():
+    """log softmax([2, 1, 0] / 0.5)[0] = −0.142932 for sampler and trainer alike."""
+    logits = torch.tensor([[[2.0, 1.0, 0.0]]])
+    assert torch.allclose(token_logp(logits, torch.tensor([[0]]), temperature=0.5),
+                          torch.tensor([[-0.142932]]), atol=1e-6)
+    for seed in range(50):
+        out = generate(_Scripted(logits[0].repeat(4, 1)), [[1]], max_new_tokens=1, temperature=0.5,
+                       eos_id=2, pad_id=2, generator=torch.Generator().manual_seed(seed))
+        if out[0][0, -1] == 0:
+            assert abs(out[3][0, 0] + 0.142932) < 1e-6
+            return
+    raise AssertionError("token 0 has probability 0.87 and was never drawn in 50 tries")
+
+
+def test_rollout_pad_equal_to_eos():
+    """With pad = eos = 2 the 2 inside the prompt is attended and the one that ends is trained."""
+    model = _Scripted(_one_hot([0, 0, 7, 8, 2, 9]))
+    tokens, attention, mask, logp = generate(
+        model, [[5, 2, 6], [6]], max_new_tokens=4, eos_id=2, pad_id=2)
+    assert tokens[0].tolist() == [5, 2, 6, 7, 8, 2, 2]  # row 1: position 0 forces 0, 7 8 2 follow
+    assert attention[0].tolist() == [True] * 6 + [False]
+    assert mask.tolist() == [[True, True, True, False], [True, True, True, True]]
+    assert tokens[1].tolist() == [2, 2, 6, 0, 0, 7, 8] and attention[1].tolist()[:2] == [False] * 2
+    assert model.seen[0][1][0].tolist() == [1, 1, 1] and model.seen[0][1][1].tolist() == [0, 0, 1]
+
+
+def _verified(model, prompts, limit, answer="", eos=(2,), pad=2):
+    tokenizer = SimpleNamespace(
+        pad_token_id=pad, batch_decode=lambda rows, skip_special_tokens: [str(r) for r in rows])
+    return collect(model, tokenizer, prompts, [answer] * len(prompts), torch.arange(len(prompts)),
+                   lambda text, a: 1.0 if a in text else -1.0, eos_id=list(eos),
+                   max_new_tokens=limit)
+
+
+def test_rollout_truncated_response_is_a_failure():
+    """Cut by the limit: both sampled tokens are trained, R = −1 even if the text is right."""
+    batch = _verified(_Scripted(_one_hot([5, 6, 6, 6])), [[1]], 2)
+    assert batch.tokens.tolist() == [[1, 5, 6]] and batch.mask.tolist() == [[True, True]]
+    assert batch.truncated.tolist() == [True] and batch.reward.tolist() == [-1.0]
+    whole = _verified(_Scripted(_one_hot([5, 2, 6, 6])), [[1]], 2)
+    assert whole.truncated.tolist() == [False] and whole.reward.tolist() == [1.0]
+
+
+def test_rollout_several_end_tokens_and_the_verifier_sees_the_response_alone():
+    """Any of the end tokens ends; the verifier gets the sampled tokens, no prompt, no padding."""
+    batch = _verified(_Scripted(_one_hot([5, 9, 6, 6])), [[1], [1]], 4, "[5, 9]", eos=(2, 9))
+    assert batch.reward.tolist() == [1.0, 1.0] and batch.mask.sum(1).tolist() == [2, 2]
+
+
+def test_rollout_sampler_log_probs_are_the_trainers():
+    """log μ from the cache, with rows dropped and refilled, = log π of one full pass, to 1e-5."""
+    model = _llama()
+    for rows in (1, 3, 64):
+        tokens, attention, mask, logp = generate(
+            model, PROMPTS * 4, max_new_tokens=12, temperature=0.7, eos_id=[1, 4], pad_id=1,
+            generator=torch.Generator().manual_seed(rows), max_rows=rows)
+        assert len(set(mask.sum(1).tolist())) > 3  # lengths differ, so rows were dropped
+        T = mask.shape[1]
+        logits = model(tokens, attention_mask=attention.long(), position_ids=positions(attention)
+                       ).logits
+        scored = token_logp(response(logits, T), tokens[:, -T:], temperature=0.7)
+        assert ((scored - logp).abs() * mask).max() < 1e-5
+        assert (logp[~mask] == 0).all() and logp.dtype == torch.float32
+
+
+def test_rollout_greedy_is_transformers_generate():
+    """Temperature 0 gives model.generate(do_sample=False), in the prompts' order, for any max_rows."""
+    model, results = _llama(), []
+    for rows in (1, 2, 5, 64):
+        tokens, _, mask, logp = generate(model, PROMPTS, max_new_tokens=9, temperature=0, eos_id=1,
+                                         pad_id=1, max_rows=rows)
+        results.append([row[m].tolist() for row, m in zip(tokens[:, -mask.shape[1]:], mask)])
+        assert (logp[mask] < 0).all()  # scored at temperature 1
+    expected = []
+    for prompt in PROMPTS:
+        out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(),
+                             do_sample=False, max_new_tokens=9)
+        expected.append(out[0, len(prompt):].tolist())
+    assert all(result == expected for result in results)
+
+
+def test_rollout_draws_from_the_softmax():
+    """First tokens of 4,000 rows follow softmax(z/τ): every frequency within 4.5 standard errors."""
+    z = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
+    tokens, *_ = generate(_Scripted(z), [[0]] * 4000, max_new_tokens=1, temperature=1.5, eos_id=9,
+                          pad_id=9, generator=torch.Generator().manual_seed(0), max_rows=300)
+    p = torch.softmax(z[0] / 1.5, 0)
+    share = torch.bincount(tokens[:, -1], minlength=4) / 4000
+    assert ((share - p).abs() < 4.5 * (p * (1 - p) / 4000).sqrt()).all()
+
+
+def test_rollout_same_generator_same_sample():
+    """The sample is a function of the generator's state."""
+    a, b, c = (generate(_llama(), PROMPTS, max_new_tokens=9, eos_id=1, pad_id=1, max_rows=3,
+                        generator=torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2))
+    assert torch.equal(a, b) and not (a.shape == c.shape and torch.equal(a, c))
+
+
+def test_rollout_low_precision_model_has_float32_log_probs():
+    """A bf16 model's log-probs are float32 and sum to one over the vocabulary."""
+    logp = generate(_llama().bfloat16(), PROMPTS, max_new_tokens=5, eos_id=1, pad_id=1)[3]
+    assert logp.dtype == torch.float32 and torch.isfinite(logp).all()
+
+
+def test_rollout_response_and_positions():
+    """State t stands one to the left of token t; positions count real tokens alone."""
+    assert response(torch.arange(7)[None], 3).tolist() == [[3, 4, 5]]
+    attention = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]).bool()
+    assert positions(attention)[0, 2:5].tolist() == [0, 1, 2]
+    assert positions(attention)[1, :4].tolist() == [0, 1, 2, 3]
+
+
+def _batch(prompt_lengths, lengths):
+    B, P, T = len(lengths), max(prompt_lengths), max(lengths)
+    at, ends = torch.arange(P + T), torch.tensor(lengths)[:, None]
+    starts = P - torch.tensor(prompt_lengths)[:, None]
+    attention, mask = (at >= starts) & (at < P + ends), torch.arange(T) < ends
+    tokens = torch.where(attention, at + 100 * torch.arange(B)[:, None] - starts, 0)
+    return Batch(tokens, attention, mask, torch.arange(B), torch.ones(B), torch.zeros(B).bool(),
+                 mask.float() * 7, value=mask.float() * torch.arange(1, T + 1))
+
+
+def _real(batch):
+    return [(t[a].tolist(), m.sum().item(), v[m].tolist(), i.item()) for t, a, m, v, i in zip(
+        batch.tokens, batch.attention, batch.mask, batch.value, batch.prompt_id)]
+
+
+def test_rollout_take_and_concatenate_keep_every_real_token():
+    """Rows cut to their own width and put together again lose nothing; no column is all padding."""
+    whole = _batch([3, 1, 5, 2], [4, 6, 1, 2])
+    parts = [take(whole, torch.tensor(rows)) for rows in ([0, 3], [2], [1])]
+    assert parts[0].tokens.shape == (2, 3 + 4) and parts[1].tokens.shape == (1, 5 + 1)
+    assert all(part.attention.any(0).all() for part in parts)
+    again = concatenate(parts)
+    assert again.tokens.shape == whole.tokens.shape and again.logp_old is None
+    assert _real(again) == [_real(whole)[i] for i in (0, 3, 2, 1)]
+    assert _real(take(whole, torch.tensor([True, False, False, True]))) == [
+        _real(whole)[i] for i in (0, 3)]
+
+
+def test_rollout_take_keeps_a_gap_in_the_mask():
+    """Tool output at the end of the cut: attended columns stay although nothing there is trained."""
+    batch = _batch([2, 2], [5, 3])
+    batch.mask[0, 1:3] = False
+    assert take(batch, torch.tensor([0])).mask.tolist() == [[True, False, False, True, True]]
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(prompts=[]), "no prompt"), (dict(prompts=[[1], []]), "empty prompt at 1"),
+    (dict(max_new_tokens=0), "max_new_tokens"), (dict(temperature=-1), "temperature"),
+    (dict(temperature=float("nan")), "temperature"), (dict(max_rows=0), "max_rows")])
+def test_rollout_generate_refuses(change, words):
+    """One sentence that names the argument, before the model is called."""
+    how = dict(prompts=[[1]], max_new_tokens=1, eos_id=2, pad_id=2) | change
+    with pytest.raises(ValueError, match=words):
+        generate(_Scripted([[0.0]]), how.pop("prompts"), **how)
+
+
+# ---- rollout.py: embedded task
+
+
+def test_rollout_task_by_hand():
+    """3+7@d= : 0, 7, 4, 1; the right chain ends with d1 and a wrong one does not."""
+    assert rollout.demonstration("3+7@d=", 0.0, random.Random(0)) == "a0b7c4d1$"
+    assert rollout.chain_reward("a0b7c4d1", "d1") == 1.0
+    assert rollout.chain_reward("a0b7c4d2", "d1") == -1.0 == rollout.chain_reward("", "d1")
+
+
+def test_rollout_task_problems_and_demonstrations():
+    """2,600 distinct problems, none in both parts; flawless demonstrations are all right."""
+    train, held_out = rollout.task_problems(), rollout.task_problems(held_out=True)
+    assert len({p.prompt for p in train + held_out}) == 2600 and len(held_out) == 400
+    rng = random.Random(0)
+    right = [rollout.chain_reward(rollout.demonstration(p.prompt, 0.0, rng)[:-1], p.answer)
+             for p in train]
+    assert set(right) == {1.0}
+    wrong = [rollout.chain_reward(rollout.demonstration(p.prompt, 0.1, rng)[:-1], p.answer)
+             for p in train if p.prompt[4] == "z"]
+    assert 0 < wrong.count(1.0) < len(wrong) / 3
+
+
+def test_rollout_task_tokenizer_is_one_of_transformers(tmp_path):
+    """Saved and loaded as any tokenizer: a token per character, `$` ends and pads."""
+    rollout.task_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer("3+7@d=a0$").input_ids
+    assert len(ids) == 9 and ids[-1] == tokenizer.eos_token_id == tokenizer.pad_token_id
+    assert tokenizer.batch_decode([ids], skip_special_tokens=True) == ["3+7@d=a0"]
+    assert rollout.encode_prompt(tokenizer, Problem("3+7@d=", "d1")) == ids[:6]
+
+
+# -------------------------------------------------------------- rollout.py, problems and verifiers
+
+
+# The first spelling is the data set's, the others are a model's.
+PROBLEMS_SAME = [
+    ["72", "72.", "$72$", "72.0", r"\$72", "+72", "x = 72", "072", "72 dollars", r"72\text{ cm}^2",
+     r"72^\circ", r"72^{\circ}", r"72\%", r"\text{72}", "144/2", r"\dfrac{144}{2}", r"\(72\)",
+     r"72\,\mathrm{cm}", "72 square units", r" 72 \text{ hours}."],
+    ["1,234", "1234", "1{,}234", r"1,\!234", r"1\,234", "1234.00", r"\$1,234", "1,234 miles"],
+    ["1234567.5", "1,234,567.5", r"1{,}234{,}567.50", r"\frac{2469135}{2}"],
+    [r"\frac{1}{2}", "1/2", "0.5", ".5", r"\frac12", r"\dfrac12", r"\tfrac{1}{2}", r"\frac1{2}",
+     r"\frac{1}2", "2/4", "1 / 2", r"\frac{-1}{-2}", r"\frac{.5}{1}"],
+    [r"-\frac{1}{2}", r"\frac{-1}{2}", r"\frac{1}{-2}", "-1/2", "-.5", "−0.5", r"x=-\frac12"],
+    [r"\frac{3}{2}", r"1\frac{1}{2}", r"1\frac12", "1 1/2", "1.5"],
+    [r"11\sqrt2", r"11\sqrt{2}", r"11 \sqrt {2}"],
+    [r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2", r"\frac{\sqrt3}2", r"\dfrac{\sqrt 3}{2}"],
+    [r"-\frac{\pi}{6}", r"\frac{-\pi}{6}", r"-\pi/6", r"-\dfrac\pi6"],
+    [r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)", r"\bigl(3.0,\,\tfrac{\pi}{2}\bigr)"],
+    [r"\left[0,100\right)", "[0, 100)", r"x \in [0,100)", r"[0,\;100.0)"],
+    [r"(-\infty, 2) \cup (3, \infty)", r"(-\infty,2)\cup(3,\infty)"],
+    ["1,-2", "-2, 1", r"x = 1 \text{ or } x = -2", r"\{-2,1\}", "-2 and 1", "$1$, $-2$", "1.0,-2"],
+    [r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}", r"1-\sqrt{19} \text{ and } 1+\sqrt{19}"],
+    [r"\pm 3", "3, -3", r"\{-3, 3\}"],
+    ["(1,2), (3,4)", r"\{(3,4),(1,2)\}", "(3,4),(1,2)"],
+    [r"\text{Evelyn}", "Evelyn", r"\textbf{Evelyn}", r"\mbox{Evelyn}."],
+    [r"\text{(C)}", "C", "(C)", r"\textbf{C}"],
+    ["y = 2x + 3", "2x+3", "f(x) = 2x + 3"],
+    ["52_8", "52_{8}"],
+    ["0,100", "0, 100", "100 and 0"],
+    ["(10,100)", "(10, 100)"],
+    ["(1{,}000, 2)", "(1000,2)", r"(1\,000, 2.0)"],
+    ["x^2+5", "x^{2} + 5"],
+    [r"3 \cdot 10^5", r"3\times 10^5", r"3 × 10^5"],
+    [r"x \leq 3", r"x\le 3"],
+    [r"\begin{pmatrix}-2 \\ \frac12\end{pmatrix}", r"\begin{pmatrix}-2\\\frac{1}{2}\end{pmatrix}"],
+]
+PROBLEMS_DIFFERENT = [
+    ("72", "27"), ("72", "-72"), ("1,234", "1, 234"), ("(1,234)", "1234"), ("[0,100]", "(0,100)"),
+    ("(1,2)", "(2,1)"), ("(1,2)", "1,2"), ("1,2", "1"), ("1,1", "1"), ("0.333", "1/3"),
+    (r"\frac{1}{0}", r"\frac{2}{0}"), ("2^{10}", "1024"), (r"2\cdot\frac12", "2.5"), ("x", "y"),
+    (r"5\text{ a.m.}", r"5\text{ p.m.}"), (r"\frac{-1+x}{2}", r"-\frac{1+x}{2}"), ("1 1/2", "11/2"),
+    ("52_8", "52"), (r"\sqrt{23}", r"\sqrt23"), ("10", "1"), ("x^2", "x2"), ("1-2", "1+2"),
+]
+PROBLEMS_HOSTILE = [
+    "9**9**9**9", "9^{9^{9^{9^9}}}", "10**1000000000", "1e999999999", "99999999!", "9" * 100_000,
+    "1/" + "9" * 498, "0." + "9" * 498, r"\frac{1}{0}", "__import__('os').abort()", "(" * 100_000,
+    "{" * 499, r"\frac" * 100, r"\text{" * 80, r"\text{" * 60 + "}" * 60, r"\le" * 80 + "ft" * 80,
+    "," * 499, "((1,2)," * 70, "(" * 248 + "1,1" + ")" * 248, " " * 499, r"\pm" * 166,
+    r"\pm," * 120, "-" * 499, "\\", "", "\x00", "\ud800", "٣", "²", "½", "nan", "inf", "1_0",
+    "0x10", ".", "+", "-", "/", "1/", "{}", r"\{\}",
+]
+
+
+def test_problems_box_is_the_last_one_closed():
+    """extract_boxed gives the last closed box, whole, with its nested braces; none without one."""
+    cases = {
+        r"First \boxed{1}, no wait \boxed{2}": "2",
+        r"\boxed{5": None,
+        "the answer is 5": None,
+        r"\boxed{1} then \boxed{5": "1",
+        r"\boxed{\frac{1}{\sqrt{2}}}.": r"\frac{1}{\sqrt{2}}",
+        r"\boxed{\{1, 2\}}": r"\{1, 2\}",
+        r"\boxed{\left\{ x \right.}": r"\left\{ x \right.",
+        r"a stray { and \fbox {7} }": "7",
+        r"}} \boxed{3}": "3",
+        r"\boxed{\boxed{4}}": "4",
+        r"\boxed{6 \text{or \fbox{8}} 9}": "8",
+        r"so $\boxed 12$. As asked, in \boxed form": "12",
+        r"\boxed{}": "",
+        r"\boxed{a\\}": r"a\\",
+    }
+    for text, expected in cases.items():
+        assert extract_boxed(text) == expected, text
+
+
+def test_problems_answers_that_mean_the_same():
+    """Every spelling of a row gets the reward of every other, and a second pass changes nothing."""
+    for row in PROBLEMS_SAME:
+        for spelling in row:
+            for answer in (row[0], row[-1]):
+                assert math_reward(rf"so \boxed{{{spelling}}}.", answer) == 1.0, (spelling, answer)
+            assert canonical(canonical(spelling)) == canonical(spelling), spelling
+
+
+def test_problems_answers_that_differ():
+    """Rows do not meet: no spelling of one is right for another, nor in the hand-made pairs."""
+    rows = [{canonical(spelling) for spelling in row} for row in PROBLEMS_SAME]
+    assert all(len(row) == 1 for row in rows) and len(set.union(*rows)) == len(rows)
+    for one, other in PROBLEMS_DIFFERENT:
+        assert math_reward(rf"\boxed{{{one}}}", other) == -1.0, (one, other)
+    assert math_reward("the answer is 72", "72") == -1.0
+    assert math_reward(r"\boxed{72", "72") == -1.0
+    assert math_reward(r"\boxed{}", "") == -1.0
+    assert math_reward(r"\boxed{033}", "33") == 1.0
+
+
+def test_problems_last_number():
+    """number_reward compares the last number of the text by its value."""
+    right = [
+        ("She has 5 - 2 = 3 apples left, so 1,234.", "1234"), ("It is -3.5.", "-7/2"),
+        ("about $18.", "18"), ("x is 3/4", "0.75"), ("10-3", "3"), ("50%", "50"), ("−2", "-2"),
+        ("a total of $1,234.50!", r"\$1234.5"), (r"equals \frac{3}{4}", ".75"), ("33", "033"),
+        (r"\boxed{7}", "7"), ("#### 72", "72"), ("1{,}000", "1,000"), ("1, 2 and 3", "3"),
+    ]
+    wrong = [("no number", "5"), ("", "5"), ("5 or 6", "5"), ("5", "-5"), ("9**9**9**9", "1")]
+    for text, answer in right:
+        assert number_reward(text, answer) == 1.0, text
+    for text, answer in wrong:
+        assert number_reward(text, answer) == -1.0, text
+
+
+def test_problems_hostile_text_is_wrong_at_once_and_the_same_in_a_thread():
+    """No text raises, hangs or is evaluated, and a worker thread comes to the same verdicts."""
+    long = [
+        r"\boxed{" * 30_000, "{" * 200_000, r"\boxed" + " " * 200_000, "\\" * 200_001,
+        "1," * 100_000, r"\boxed{" * 20_000 + "}" * 20_000, "1" * 200_000, "-" * 200_000,
+        r"\frac{1" * 30_000,
+    ]
+    texts = long + [rf"\boxed{{{text}}}" for text in PROBLEMS_HOSTILE] + PROBLEMS_HOSTILE
+    verify = [math_reward, number_reward]
+
+    def verdicts():
+        return [f(text, "1024") for text in texts for f in verify]
+
+    here, there = verdicts(), []
+    thread = threading.Thread(target=lambda: there.extend(verdicts()))
+    thread.start()
+    thread.join()
+    assert here == there and set(here) == {-1.0}
+    for text in PROBLEMS_HOSTILE:  # as the answer of a data set
+        assert math_reward(r"\boxed{1024}", text) == number_reward("1024", text) == -1.0
+
+
+def test_problems_canonical_is_idempotent():
+    """canonical(canonical(x)) == canonical(x) for random strings of pieces of LaTeX."""
+    pieces = r"\left \right \frac \dfrac \sqrt \text{ { } { } ( ) [ ] \{ \} , , . / - + \pm \pi x"
+    pieces += r" 1 2 10 234 0 = \in \cdot ^ _ ^{2} ^\circ \% $ \, \! \\ \ and or cm {,} \leq"
+    pieces = (pieces + r" \cup A (C) p.m. ٣").split(" ") + [" "]
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choices(pieces, k=rng.choice([2, 4, 8, 16, 120])))
+        once = canonical(text)
+        assert canonical(once) == once, text
+
+
+def _problems_file(tmp_path, *rows):
+    path = tmp_path / "problems.jsonl"
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def test_problems_every_layout_loads(tmp_path):
+    """GSM8K, MATH, AIME, DAPO-Math and verl rows load; blank lines, BOM and CRLF do no harm."""
+    chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "2+2?"}]
+    path = _problems_file(
+        tmp_path,
+        b'\xef\xbb\xbf{"question": "q1", "answer": "5 * 2 = 10\\n#### 1,234"}\r',
+        b"  \r",
+        {"problem": "q2", "solution": r"$\boxed{1}$, no: $\boxed{\frac{1}{2}}$."},
+        {"problem": "q3", "answer": 33, "solution": r"\boxed{no}", "prompt": None},
+        {"ID": "2024-I-1", "problem": "q4", "answer": "033"},
+        {"prompt": chat, "reward_model": {"ground_truth": "34", "style": "rule"}, "answer": None},
+        {"prompt": "q6", "reward_model": {"style": "rule"}, "answer": 0, "question": "other"},
+        {"question": "q7 \u2028 é", "answer": r"so \boxed{(1,2)}"},
+    )
+    expected = [
+        ("q1", "1,234"), ("q2", r"\frac{1}{2}"), ("q3", "33"), ("q4", "033"),
+        (chat, "34"), ("q6", "0"), ("q7 \u2028 é", "(1,2)"),
+    ]
+    assert load_problems(path) == [Problem(prompt, answer) for prompt, answer in expected]
+
+
+@pytest.mark.parametrize("row, message", [
+    (b'{"question": "q", ', "line 3: expected a JSON object, found broken JSON"),
+    (b"\xff\xfe", "line 3: .*utf-8"),
+    (b"[" * 50_000, "line 3: .*found a JSON list"),
+    (b'{"a":' * 50_000, "line 3: .*broken JSON"),
+    (b'[{"question": "q", "answer": "1"}]', "line 3: expected JSONL.*found a JSON list"),
+    (b'"text"', 'line 3: expected a JSON object, found "text"'),
+    ({"text": "q", "answer": "1"}, "line 3: .*prompt, problem, question; found text, answer"),
+    ({"question": "q", "label": 1}, "line 3: .*answer, solution; found question, label"),
+    ({"question": "q", "reward_model": "34"}, "line 3: .*reward_model.ground_truth, answer"),
+    ({}, "line 3: .*found none"),
+    ({"question": " \n", "answer": "1"}, "line 3: question: .*not empty"),
+    ({"question": 5, "answer": "1"}, "line 3: question: .*found 5"),
+    ({"prompt": [], "answer": "1"}, "line 3: prompt: "),
+    ({"prompt": ["q"], "answer": "1"}, "line 3: prompt: "),
+    ({"prompt": [{"role": "user"}], "answer": "1"}, "line 3: prompt: "),
+    ({"prompt": [{"role": "system", "content": "q"}], "answer": "1"}, "line 3: prompt: .*user"),
+    ({"prompt": [{"role": "user", "content": " "}], "answer": "1"}, "line 3: prompt: "),
+    ({"question": "q", "answer": ["1"]}, "line 3: answer: expected a text or a number"),
+    ({"question": "q", "answer": True}, "line 3: answer: expected a text or a number"),
+    ({"question": "q", "answer": "5 #### "}, "line 3: answer: expected an answer"),
+    ({"question": "q", "answer": ""}, "line 3: answer: expected an answer"),
+    ({"problem": "q", "solution": r"\boxed{5"}, "line 3: solution: expected a closed"),
+])
+def test_problems_bad_line_is_named(tmp_path, row, message):
+    """A line that does not fit raises one sentence with file, line, expected and found."""
+    path = _problems_file(tmp_path, {"question": "q", "answer": "1"}, b"", row)
+    with pytest.raises(ValueError, match="problems.jsonl, " + message) as error:
+        load_problems(path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_problems_empty_file(tmp_path):
+    """A file without a problem is an error that says so."""
+    with pytest.raises(ValueError, match="problems.jsonl: expected one JSON object per line"):
+        load_problems(_problems_file(tmp_path, b"", b" "))
+
+
+def _problems_tokenizer(chat_template=None):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=chat_template)
+
+
+def test_problems_prompt_as_token_ids():
+    """encode_prompt is a list of ids: the chat template's up to the reply, or the plain text's."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    plain, chat = _problems_tokenizer(), _problems_tokenizer(template)
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "2+2?"}]
+    text, talk = Problem("2+2?", "4"), Problem(messages, "4")
+    cases = [
+        (plain, text, "", "2+2?"),
+        (plain, text, "Box it.", "2+2?\nBox it."),
+        (plain, talk, "", "S\n\n2+2?"),
+        (chat, text, "", "<user>2+2?</><assistant>"),
+        (chat, talk, "Box it.", "<system>S</><user>2+2?\nBox it.</><assistant>"),
+    ]
+    for tokenizer, problem, instruction, expected in cases:
+        ids = encode_prompt(tokenizer, problem, instruction=instruction)
+        assert type(ids) is list and all(type(i) is int for i in ids)
+        assert tokenizer.decode(ids) == expected
+    assert messages[-1]["content"] == "2+2?"
+
+
+@pytest.fixture
+def math_verify_script(monkeypatch):
+    """Lets a test put another script in the place of the one that imports the package."""
+    rollout._math_verify_process.cache_clear()
+    yield lambda script: monkeypatch.setattr(rollout, "MATH_VERIFY", script)
+    if rollout._math_verify_process.cache_info().currsize:
+        rollout._math_verify_process().kill()
+    rollout._math_verify_process.cache_clear()
+
+
+def test_problems_math_verify_missing(math_verify_script):
+    """Without the package the first call, whatever its text, is an error that names it."""
+    math_verify_script("import a_package_that_nobody_has")
+    for text in ("", r"\boxed{1}"):
+        with pytest.raises(ImportError, match="pip install 'math-verify"):
+            VERIFIERS["math_verify"](text, "1")
+
+
+def test_problems_math_verify_survives_a_hang(math_verify_script, monkeypatch):
+    """A question that hangs or kills the process is wrong, the next is answered; in a thread."""
+    math_verify_script(
+        "import json\nprint('ready', flush=True)\nwhile True:\n"
+        "    answer, boxed = json.loads(input())\n"
+        "    while boxed == 'hang': pass\n"
+        "    print(1 / (boxed != 'die') and boxed == 'yes', flush=True)\n"
+    )
+    monkeypatch.setattr(rollout, "MATH_VERIFY_SECONDS", 0.5)
+    verdicts = []
+
+    def ask():
+        for boxed in ("yes", "no", "hang", "yes", "die", "yes", "y" * 1000, "5"):
+            verdicts.append(math_verify_reward(rf"\boxed{{{boxed}}}", "5.0"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert verdicts == [1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]
+
+
+def test_problems_math_verify_itself(math_verify_script):
+    """The package, where installed, sees that x+1 is 1+x and survives a hostile expression."""
+    pytest.importorskip("math_verify")
+    assert math_verify_reward(r"\boxed{x+1}", "1+x") == 1.0
+    assert math_verify_reward(r"\boxed{x+2}", "1+x") == -1.0
+    assert math_verify_reward(r"\boxed{9**9**9**9}", "1+x") == -1.0
+    assert math_verify_reward("x+1", "1+x") == -1.0
+
+
+# ------------------------------------------------------------------------------- value_pretrain.py
+
+
+def _pool_batch(rows, pad=0, widen=0):
+    """rows (prompt, response, sampled, reward, prompt_id) -> a Batch, `widen` wider than needed."""
+    P, T = (max(len(r[k]) for r in rows) + widen for k in (0, 1))
+    tokens = torch.full((len(rows), P + T), pad)
+    attention, mask = (
+        torch.zeros(len(rows), P + T, dtype=torch.bool),
+        torch.zeros(len(rows), T, dtype=torch.bool),
+    )
+    for i, (prompt, answer, sampled, *_) in enumerate(rows):
+        ids = torch.tensor(list(prompt) + list(answer))
+        tokens[i, P - len(prompt) : P + len(answer)] = ids
+        attention[i, P - len(prompt) : P + len(answer)] = True
+        mask[i, : len(answer)] = torch.tensor(sampled, dtype=torch.bool)
+    return Batch(
+        tokens=tokens,
+        attention=attention,
+        mask=mask,
+        prompt_id=torch.tensor([r[4] for r in rows]),
+        reward=torch.tensor([r[3] for r in rows]),
+        truncated=torch.tensor([r[3] < 0 for r in rows]),
+        logp_roll=torch.zeros(mask.shape),
+    )
+
+
+def _pool_rows(n, seed=0, longest=9, vocab=32):
+    """n random trajectories with gaps, eos == pad == 2 inside prompts and responses."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(n):
+        prompt, answer = (
+            rng.integers(0, vocab, rng.integers(1, longest)).tolist() for _ in range(2)
+        )
+        sampled = (rng.random(len(answer)) > 0.3).tolist()
+        sampled[-1] = True
+        rows.append((prompt, answer[:-1] + [2], sampled, float(rng.choice([-1.0, 1.0])), i // 2))
+    return rows
+
+
+def _pool_state(path):
+    return (path / "tokens.bin").read_bytes(), (path / "index.bin").read_bytes()
+
+
+def _pool_index(length, reward, policy=0, prompt_id=0):
+    index = np.zeros(len(length), vp.RECORD)
+    index["sampled"], index["reward"], index["policy"], index["prompt_id"] = (
+        length,
+        reward,
+        policy,
+        prompt_id,
+    )
+    return index
+
+
+def _pool_critic(dtype=torch.float64, seed=0):
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return Critic(LlamaModel(config).to(dtype))
+
+
+def test_pool_layout_by_hand(tmp_path):
+    """Sampled tokens are stored as id, all others as ~id; padding is not, pad == eos inside is."""
+    pool = vp.TrajectoryPool(tmp_path)
+    pool.append(
+        _pool_batch(
+            [
+                ([5, 2, 6], [7, 8, 2], [1, 1, 1], 1.0, 40),
+                ([9], [3, 4, 5, 6, 2], [1, 0, 0, 1, 1], -1.0, 41),
+            ],
+            pad=2,
+            widen=1,
+        ),
+        7,
+    )
+    assert np.fromfile(tmp_path / "tokens.bin", "<i4").tolist() == [
+        ~5,
+        ~2,
+        ~6,
+        7,
+        8,
+        2,
+        ~9,
+        3,
+        ~4,
+        ~5,
+        6,
+        2,
+    ]
+    assert pool.index["offset"].tolist() == [0, 6] and pool.index["prompt_length"].tolist() == [
+        3,
+        1,
+    ]
+    assert pool.index["response_length"].tolist() == [3, 5] and pool.index["sampled"].tolist() == [
+        3,
+        3,
+    ]
+    assert pool.index["policy"].tolist() == [7, 7] and pool.index["prompt_id"].tolist() == [40, 41]
+    assert pool.index["reward"].tolist() == [1, -1] and pool.index["truncated"].tolist() == [
+        False,
+        True,
+    ]
+    tokens, attention, mask, reward = pool.batch([1, 0], pad_id=2)
+    assert tokens.tolist() == [
+        [2, 2, 9, 3, 4, 5, 6, 2],
+        [5, 2, 6, 7, 8, 2, 2, 2],
+    ] and reward.tolist() == [-1, 1]
+    assert attention.int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]]
+    assert mask.int().tolist() == [[1, 0, 0, 1, 1], [1, 1, 1, 0, 0]]
+
+
+def test_pool_round_trip_and_memory_map(tmp_path):
+    """Any rows, whichever batch they came in, come back as the Batch that they would make."""
+    rows, pool = _pool_rows(40), vp.TrajectoryPool(tmp_path)
+    for k in range(0, 40, 8):
+        pool.append(_pool_batch(rows[k : k + 8], pad=2, widen=k % 3), k)
+    pool = vp.TrajectoryPool.open(tmp_path)
+    assert (
+        len(pool) == 40 and isinstance(pool.tokens, np.memmap) and isinstance(pool.index, np.memmap)
+    )
+    order = np.random.default_rng(1).permutation(40)[:13]
+    want = _pool_batch([rows[i] for i in order], pad=2)
+    tokens, attention, mask, reward = pool.batch(order, pad_id=2)
+    for got, expected in (
+        (tokens, want.tokens),
+        (attention, want.attention),
+        (mask, want.mask),
+        (reward, want.reward),
+    ):
+        assert torch.equal(got, expected) and got.dtype == expected.dtype
+    assert pool.index["policy"].tolist() == [8 * (i // 8) for i in range(40)]
+
+
+def test_pool_append_in_three_is_append_in_one(tmp_path):
+    """However trajectories are cut into appends and sessions, the two files are the same bytes."""
+    rows = _pool_rows(12)
+    vp.TrajectoryPool(tmp_path / "one").append(_pool_batch(rows), 3)
+    pool = vp.TrajectoryPool(tmp_path / "three")
+    pool.append(_pool_batch(rows[:5]), 3)
+    pool.append(_pool_batch(rows[5:6], pad=2), 3)
+    pool = vp.TrajectoryPool.open(tmp_path / "three")
+    pool.append(_pool_batch(rows[6:], widen=2), 3)
+    assert _pool_state(tmp_path / "one") == _pool_state(tmp_path / "three") and len(pool) == 12
+
+
+def test_pool_torn_at_every_byte(tmp_path):
+    """Cut at any byte of the last record or its tokens, the pool opens and goes on as before it."""
+    rows, whole = _pool_rows(6), tmp_path / "whole"
+    pool = vp.TrajectoryPool(whole)
+    pool.append(_pool_batch(rows[:5]), 0)
+    before = _pool_state(whole)
+    pool.append(_pool_batch(rows[5:]), 1)
+    after = _pool_state(whole)
+    torn = [
+        (t, before[1]) for t in (after[0][:k] for k in range(len(before[0]), len(after[0]) + 1))
+    ]
+    torn += [(after[0][:k], after[1]) for k in range(len(before[0]), len(after[0]))]
+    torn += [(after[0], after[1][:k]) for k in range(len(before[1]), len(after[1]))]
+    assert len(torn) > 60
+    for k, (tokens, index) in enumerate(torn):
+        folder = tmp_path / "torn"
+        folder.mkdir()
+        (folder / "tokens.bin").write_bytes(tokens), (folder / "index.bin").write_bytes(index)
+        pool = vp.TrajectoryPool.open(folder)
+        assert (
+            len(pool) == 5
+            and pool.tokens.tobytes() == before[0]
+            and pool.index.tobytes() == before[1]
+        )
+        assert _pool_state(folder) == (
+            tokens,
+            index,
+        )  # a reader cuts nothing: a writer may be at work
+        if k % 5 == 0:
+            pool.append(_pool_batch(rows[5:]), 1)
+            assert _pool_state(folder) == after and len(pool) == 6
+        shutil.rmtree(folder)
+
+
+def test_pool_killed_between_the_files(tmp_path, monkeypatch):
+    """A writer that dies before the index has written nothing that a reader sees."""
+    rows, pool = _pool_rows(6), vp.TrajectoryPool(tmp_path)
+    pool.append(_pool_batch(rows[:5]), 0)
+    before, write = _pool_state(tmp_path), vp._write
+
+    def killed(path, at, data):
+        if path.name == "index.bin":
+            raise KeyboardInterrupt
+        return write(path, at, data)
+
+    monkeypatch.setattr(vp, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pool.append(_pool_batch(rows[5:]), 0)
+    assert (
+        len(vp.TrajectoryPool.open(tmp_path)) == len(pool) == 5
+        and _pool_state(tmp_path)[1] == before[1]
+    )
+    monkeypatch.undo()
+    pool.append(_pool_batch(rows[5:]), 0)
+    assert len(vp.TrajectoryPool.open(tmp_path)) == 6
+
+
+def test_pool_records_that_lost_their_tokens(tmp_path, monkeypatch):
+    """Records whose tokens never reached the disk are gone, even if the next writer dies."""
+    rows, pool = _pool_rows(10), vp.TrajectoryPool(tmp_path)
+    pool.append(_pool_batch(rows[:5]), 0)
+    before = _pool_state(tmp_path)
+    pool.append(_pool_batch(rows[5:6]), 0)
+    want = _pool_state(tmp_path)
+    (tmp_path / "tokens.bin").write_bytes(before[0])
+    (tmp_path / "index.bin").write_bytes(before[1])
+    vp.TrajectoryPool.open(tmp_path).append(_pool_batch(rows[6:]), 0)
+    (tmp_path / "tokens.bin").write_bytes(before[0])  # 4 records without tokens
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    pool, write = vp.TrajectoryPool.open(tmp_path), vp._write
+    assert len(pool) == 5
+    pool.append(_pool_batch(rows[5:6]), 0)
+    assert _pool_state(tmp_path) == want
+    pool = vp.TrajectoryPool.open(tmp_path / "copy")
+
+    def killed(path, at, data):
+        if path.name == "index.bin" and len(data):
+            raise KeyboardInterrupt
+        return write(path, at, data)
+
+    monkeypatch.setattr(vp, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pool.append(_pool_batch(_pool_rows(40, seed=1)), 0)
+    assert len(vp.TrajectoryPool.open(tmp_path / "copy")) == 5
+
+
+def test_pool_refuses(tmp_path):
+    """Two writers, damage, a missing folder, bad batches: ValueError, and the disk is unchanged."""
+    rows = _pool_rows(6)
+    with pytest.raises(ValueError, match="path"):
+        vp.TrajectoryPool.open(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    first, second = vp.TrajectoryPool(tmp_path / "p"), vp.TrajectoryPool(tmp_path / "p")
+    first.append(_pool_batch(rows), 0)
+    state = _pool_state(tmp_path / "p")
+    with pytest.raises(ValueError, match="one writer"):
+        second.append(_pool_batch(rows), 0)
+
+    def broken(**fields):
+        batch = _pool_batch(rows)
+        for name, value in fields.items():
+            setattr(batch, name, value(getattr(batch, name)))
+        return batch
+
+    for message, bad in {
+        "attention": broken(attention=lambda a: a[:, 1:]),
+        "mask": broken(mask=lambda m: torch.ones_like(m)),
+        "prompt in each": broken(
+            attention=lambda a: a & (torch.arange(len(a)) != 3)[:, None], mask=lambda m: m & False
+        ),
+        "reward: expected finite": broken(reward=lambda r: r * math.nan),
+        "reward: expected shape": broken(reward=lambda r: r[:2]),
+        "prompt_id": broken(prompt_id=lambda p: p[:, None]),
+        "tokens": broken(tokens=lambda t: t - 40),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            first.append(bad, 0)
+    with pytest.raises(ValueError, match="rows"):
+        first.batch([])
+    assert _pool_state(tmp_path / "p") == state
+    damaged = bytearray(state[1])
+    damaged[vp.RECORD.itemsize * 2] += 1  # the offset of record 2
+    (tmp_path / "p" / "index.bin").write_bytes(damaged)
+    with pytest.raises(ValueError, match="record 2"):
+        vp.TrajectoryPool.open(tmp_path / "p")
+    (tmp_path / "p" / "tokens.bin").unlink()
+    with pytest.raises(ValueError, match="only index.bin"):
+        vp.TrajectoryPool(tmp_path / "p")
+
+
+def test_coverage_table_by_hand():
+    """S3AC's finding: over 24K tokens the first policy has 5.0 % right, the last one 61.8 %."""
+    length = np.r_[np.full(1000, 24_001), np.full(1000, 30_000), [24_000] * 4]
+    reward = np.r_[
+        np.where(np.arange(1000) < 50, 1, -1), np.where(np.arange(1000) < 618, 1, -1), [1, 1, 1, -1]
+    ]
+    policy = np.r_[np.zeros(1000), np.ones(1000), np.zeros(4)]
+    table = vp.coverage_table(_pool_index(length, reward, policy), [24_000])
+    assert [tuple(c) for c in table[:2]] == [(0, 0, 24_000, 4, 0.75), (0, 24_000, None, 1000, 0.05)]
+    assert (
+        tuple(table[2])[:4] == (1, 0, 24_000, 0)
+        and math.isnan(table[2].share)
+        and table[3].share == 0.618
+    )
+    text = vp.format_coverage(table)
+    assert (
+        "5.0 % (1,000)" in text
+        and "61.8 % (1,000)" in text
+        and "> 24,000" in text
+        and "33.4 % (2,000)" in text
+    )
+    assert "nan" not in text
+
+
+def test_coverage_table_is_the_count():
+    """Cell for cell the table is what counting one trajectory at a time gives."""
+    rng = np.random.default_rng(0)
+    index = _pool_index(
+        rng.integers(1, 50, 300), rng.choice([-1, 1], 300), rng.choice([-3, 0, 8], 300)
+    )
+    for edges in (None, [], [10], [5, 6, 49, 80]):
+        table = vp.coverage_table(index, edges)
+        assert sum(c.count for c in table) == 300 and {c.policy for c in table} == {-3, 0, 8}
+        for c in table:
+            inside = [
+                r["reward"] > 0
+                for r in index
+                if r["policy"] == c.policy and c.low < r["sampled"] <= (c.high or 10**9)
+            ]
+            assert c.count == len(inside) and (
+                not inside or abs(c.share - sum(inside) / len(inside)) < 1e-12
+            )
+    with pytest.raises(ValueError, match="edges"):
+        vp.coverage_table(index, [5, 5])
+    with pytest.raises(ValueError, match="index"):
+        vp.coverage_table(index[:0])
+
+
+def test_coverage_sample_is_balanced():
+    """n distinct rows; all cells give the same, up to one, or else all that they have."""
+    rng = np.random.default_rng(0)
+    length = rng.integers(1, 100, 2000)
+    length[(30 < length) & (length <= 60)] = 7  # an empty bucket
+    index = _pool_index(length, np.where(rng.random(2000) < 0.9 / (1 + length / 8), 1, -1))
+    cell = 2 * np.searchsorted([30, 60, 90], length) + (index["reward"] > 0)
+    have = np.bincount(cell, minlength=8)
+    assert have.min() == 0 and have.max() > 20 * have[7] > 0
+    for n in (1, 2, 7, 40, 100, 500, 1999, 2000):
+        rows = vp.coverage_sample(index, n, edges=[30, 60, 90], seed=n)
+        gave = np.bincount(cell[rows], minlength=8)
+        assert len(np.unique(rows)) == len(rows) == n
+        assert all(g == h or g >= gave.max() - 1 for g, h in zip(gave, have)), (n, gave, have)
+    assert np.bincount(cell[vp.coverage_sample(index, 100, edges=[30, 60, 90])])[7] == min(
+        have[7], 16
+    )
+    for n in (0, 2001):
+        with pytest.raises(ValueError, match="n: expected"):
+            vp.coverage_sample(index, n)
+
+
+def test_coverage_sample_is_uniform_inside_a_cell():
+    """Every trajectory of one cell is drawn equally often; the same seed draws the same."""
+    index = _pool_index(np.ones(20, int), np.ones(20))
+    hits = np.bincount(
+        np.concatenate([vp.coverage_sample(index, 5, seed=s) for s in range(800)]), minlength=20
+    )
+    assert hits.sum() == 4000 and abs(hits - 200).max() < 60  # 200 ± 12 (one sigma)
+    assert np.array_equal(
+        vp.coverage_sample(index, 5, seed=3), vp.coverage_sample(index, 5, seed=3)
+    )
+    assert not np.array_equal(
+        vp.coverage_sample(index, 5, seed=3), vp.coverage_sample(index, 5, seed=4)
+    )
+
+
+def test_split_by_prompt():
+    """No prompt has trajectories on both sides, and the share is a share of prompts."""
+    prompt_id = np.random.default_rng(0).integers(0, 50, 400)
+    out = vp.split_by_prompt(prompt_id, 0.2, seed=1)
+    held, kept = set(prompt_id[out]), set(prompt_id[~out])
+    assert not held & kept and len(held) == 10 and len(held | kept) == 50
+    assert (
+        not vp.split_by_prompt(prompt_id, 0.0).any()
+        and len(set(prompt_id[vp.split_by_prompt(prompt_id, 1e-9)])) == 1
+    )
+    for share, ids in ((1.0, prompt_id), (-0.1, prompt_id), (0.5, np.zeros(3, int))):
+        with pytest.raises(ValueError, match="held_out"):
+            vp.split_by_prompt(ids, share)
+
+
+def test_lr_at_endpoints():
+    """Straight up to peak at the end of the warm-up, down to final in the last step, never 0."""
+    rates = [vp.lr_at(s, 100) for s in range(100)]
+    assert rates[:3] == pytest.approx([1e-5 / 3, 2e-5 / 3, 1e-5]) and rates[-1] == pytest.approx(
+        5e-6, rel=1e-12
+    )
+    assert rates[51] == pytest.approx(5e-6 + 2.5e-6 * (1 + math.cos(math.pi * 49 / 97)))
+    for total in range(1, 80):
+        for warmup in (0.0, 0.03, 0.5, 1.0):
+            rates = [vp.lr_at(s, total, peak=3.0, final=1.0, warmup=warmup) for s in range(total)]
+            rise = max(1, round(warmup * total))
+            assert min(rates) > 0 and max(rates) == rates[rise - 1] == 3.0
+            assert (
+                sorted(rates[:rise]) == rates[:rise]
+                and sorted(rates[rise - 1 :], reverse=True) == rates[rise - 1 :]
+            )
+            assert rates[-1] == pytest.approx(1.0) or rise == total
+    for step, total, warmup in ((-1, 5, 0.1), (5, 5, 0.1), (0, 0, 0.1), (0, 5, 1.5)):
+        with pytest.raises(ValueError):
+            vp.lr_at(step, total, warmup=warmup)
+
+
+_SMALL = dict(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=32,
+)
+
+
+@pytest.mark.parametrize(
+    "family, config, marks, per_layer",
+    [
+        ("llama", _SMALL, ["self_attn"], 4),
+        ("qwen3", _SMALL | {"head_dim": 8}, ["self_attn"], 6),  # q_norm and k_norm are inside
+        (
+            "qwen3_moe",
+            _SMALL
+            | {
+                "head_dim": 8,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+            },
+            ["self_attn", "mlp.gate."],
+            7,
+        ),
+        ("mixtral", _SMALL | {"num_local_experts": 4}, ["self_attn", "mlp.gate."], 5),
+        (
+            "gpt2",
+            {
+                "n_embd": 16,
+                "n_layer": 2,
+                "n_head": 2,
+                "vocab_size": 32,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+            },
+            [".attn."],
+            4,
+        ),
+    ],
+)
+def test_freeze_by_name(family, config, marks, per_layer):
+    """Frozen are attention and routers: no gate_proj, experts, norms, embeddings, head."""
+    from transformers import AutoConfig, AutoModel
+
+    critic = Critic(AutoModel.from_config(AutoConfig.for_model(family, **config)))
+    frozen = vp.freeze_for_pretraining_(critic)
+    names = dict(critic.named_parameters())
+    assert (
+        frozen == [n for n in names if any(m in n for m in marks)] and len(frozen) == 2 * per_layer
+    )
+    assert (
+        all(p.requires_grad == (n not in frozen) for n, p in names.items())
+        and names["head.weight"].requires_grad
+    )
+    assert not any(
+        w in n
+        for n in frozen
+        for w in ("proj_gate", "gate_proj", "gate_up", "experts", "layernorm", "embed")
+    )
+
+
+def test_freeze_vision_tower_and_others():
+    """The vision tower is frozen whole; a backbone without such names is a ValueError."""
+    from torch import nn
+
+    class Backbone(nn.Module):
+        def __init__(self, *names):
+            super().__init__()
+            self.config = type("C", (), {"hidden_size": 4, "get_text_config": lambda self: self})()
+            for name in names:
+                part = self
+                for step in name.split("."):
+                    if not hasattr(part, step):
+                        part.add_module(step, nn.Linear(2, 2, bias=False))
+                    part = getattr(part, step)
+
+    text = (
+        "language.post_attention_layernorm",
+        "language.mlp.gate_proj",
+        "language.mlp.shared_expert_gate",
+    )
+    seen = (
+        "visual.blocks.mlp.fc1",
+        "vision_tower.norm",
+        "vision_model.embeddings",
+        "language.block_sparse_moe.router",
+        "language.linear_attn.in_proj",
+        "language.self_attention.dense",
+        "language.cross_attn.q_norm",
+    )
+    frozen = vp.freeze_for_pretraining_(Critic(Backbone(*text, *seen)))
+    assert {f"backbone.{n}.weight" for n in seen} <= set(frozen) and not {
+        f"backbone.{n}.weight" for n in text
+    } & set(frozen)
+    with pytest.raises(ValueError, match="found none in Backbone"):
+        vp.freeze_for_pretraining_(Critic(Backbone(*text)))
+
+
+def test_micro_batches_partition():
+    """Every row once, padded size within the budget, a longer row alone, longest first."""
+    rng = np.random.default_rng(0)
+    index = np.zeros(60, vp.RECORD)
+    index["prompt_length"], index["response_length"] = (
+        rng.integers(1, 20, 60),
+        rng.integers(0, 60, 60),
+    )
+    rows = rng.permutation(60)[:37]
+    for budget in (1, 50, 200, 10**6):
+        groups = vp.micro_batches(index, rows, budget)
+        assert sorted(np.concatenate(groups)) == sorted(rows)
+        for g in groups:
+            assert (
+                len(g) == 1
+                or len(g) * (index["prompt_length"][g].max() + index["response_length"][g].max())
+                <= budget
+            )
+        size = (index["prompt_length"] + index["response_length"])[np.concatenate(groups)]
+        assert (np.diff(size) <= 0).all()
+    assert len(groups) == 1 and len(vp.micro_batches(index, rows, 1)) == 37
+    index["prompt_length"], index["response_length"] = 2, np.where(np.arange(60) == 5, 90, 8)
+    assert [len(g) for g in vp.micro_batches(index, np.arange(11), 100)] == [1, 10]
+
+
+def test_step_gradient_does_not_know_micro_batches(tmp_path):
+    """At any budget, loss and gradient of a step are Σ ½ (V(s_t) − R)² / N, one row at a time."""
+    pool, critic, rows = vp.TrajectoryPool(tmp_path), _pool_critic(), _pool_rows(10)
+    pool.append(_pool_batch(rows, pad=2), 0)
+    chosen, N, loss = [7, 1, 4, 8, 2], 0, 0.0
+    for prompt, answer, sampled, R, _ in (rows[i] for i in chosen):
+        tokens = torch.tensor([prompt + answer])
+        V = critic(tokens, torch.ones_like(tokens))[
+            0, len(prompt) - 1 : -1
+        ]  # the state before each answer token
+        loss = loss + sum(
+            (0.5 * (V[t] - R) ** 2 for t in range(len(answer)) if sampled[t]), torch.zeros(())
+        )
+        N += sum(sampled)
+    (loss / N).backward()
+    want = {n: p.grad.clone() for n, p in critic.named_parameters()}
+    for budget in (1, 25, 40, 10**6):
+        critic.zero_grad()
+        got = vp.accumulate_gradient(critic, pool, np.array(chosen), token_budget=budget)
+        assert abs(got - loss / N) < 1e-12 and not got.requires_grad
+        for name, p in critic.named_parameters():
+            assert torch.allclose(p.grad, want[name], atol=1e-12), (budget, name)
+
+
+def test_held_out_ev_does_not_know_micro_batches(tmp_path):
+    """EV over micro-batches is EV of one padded batch; NaN without rows or with equal returns."""
+    pool, critic = vp.TrajectoryPool(tmp_path), _pool_critic()
+    pool.append(_pool_batch(_pool_rows(12)), 0)
+    tokens, attention, mask, reward = pool.batch(np.arange(12))
+    V = response(critic(tokens, attention), mask.shape[1]).detach()
+    want = explained_variance(V, reward[:, None].double().expand_as(V), mask)
+    for budget in (1, 60, 10**6):
+        assert vp.held_out_ev(critic, pool, np.arange(12), token_budget=budget) == pytest.approx(
+            want, abs=1e-9
+        )
+    assert math.isnan(vp.held_out_ev(critic, pool, np.arange(0)))
+    assert math.isnan(vp.held_out_ev(critic, pool, np.flatnonzero(pool.index["reward"] > 0)))
+    assert critic.head.weight.grad is None
+
+
+def test_pretrain_is_the_plain_loop(tmp_path):
+    """Per step: lr_at, mean loss over its tokens, clip, AdamW. Only the frozen names keep still."""
+    pool, critic, plain = vp.TrajectoryPool(tmp_path), _pool_critic(), _pool_critic()
+    pool.append(_pool_batch(_pool_rows(12)), 0)
+    start = {n: p.detach().clone() for n, p in critic.named_parameters()}
+    stats = vp.pretrain(
+        critic,
+        pool,
+        epochs=3,
+        batch_size=12,
+        token_budget=40,
+        peak=1e-2,
+        final=1e-3,
+        max_norm=0.05,
+        held_out=0,
+        progress=False,
+    )
+    learning = [p for n, p in plain.named_parameters() if "self_attn" not in n]
+    optimizer = torch.optim.AdamW(learning, betas=(0.9, 0.999), weight_decay=0.01)
+    tokens, attention, mask, reward = pool.batch(np.arange(12))
+    norms = []
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = vp.lr_at(step, 3, peak=1e-2, final=1e-3)
+        V = response(plain(tokens, attention), mask.shape[1])
+        loss, _ = value_loss(V, reward[:, None].double().expand_as(V), mask)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(learning, 0.05)))
+        optimizer.step()
+        assert stats["curve"]["loss"][step] == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert (
+        stats["curve"]["grad_norm"] == pytest.approx(norms, rel=1e-5) and stats["clip_share"] == 1.0
+    )
+    for (name, p), q in zip(critic.named_parameters(), plain.parameters()):
+        assert torch.allclose(p, q, atol=1e-7), name
+        assert torch.equal(p, start[name]) == (name in stats["frozen"]) == ("self_attn" in name), (
+            name
+        )
+        assert p.requires_grad and p.grad is None
+    assert (
+        stats["steps"] == 3
+        and stats["tokens"] == 3 * int(mask.sum())
+        and math.isnan(stats["ev_after"])
+    )
+
+
+def test_pretrain_learns_and_holds_out_prompts(tmp_path, monkeypatch):
+    """Where the prompt tells R, EV of unseen prompts goes to 1; no prompt is on both sides."""
+    rng, rows = np.random.default_rng(0), []
+    for i in range(120):
+        R = float(rng.choice([-1, 1]))
+        rows.append(
+            ([4 + int(R), 10 + i % 20], rng.integers(10, 30, 3).tolist(), [1, 1, 1], R, i // 3)
+        )
+    rows.append(([9], [], [], 1.0, 999))  # no sampled token: nothing to learn from
+    pool, critic = vp.TrajectoryPool(tmp_path), _pool_critic(torch.float32)
+    pool.append(_pool_batch(rows), 0)
+    trained, evaluated = set(), set()
+    step, ev = vp.accumulate_gradient, vp.held_out_ev
+    monkeypatch.setattr(
+        vp, "accumulate_gradient", lambda c, p, r, **k: (trained.update(r), step(c, p, r, **k))[1]
+    )
+    monkeypatch.setattr(
+        vp, "held_out_ev", lambda c, p, r, **k: (evaluated.update(r), ev(c, p, r, **k))[1]
+    )
+    stats = vp.pretrain(
+        critic,
+        pool,
+        epochs=12,
+        batch_size=16,
+        peak=1e-2,
+        final=1e-3,
+        held_out=0.2,
+        eval_every=20,
+        freeze=False,
+        split=True,
+        progress=False,
+    )
+    assert stats["ev_before"] < 0.3 and stats["ev_after"] > 0.8
+    assert stats["loss_last"] < stats["loss_first"] / 2
+    assert len(trained) == 96 and len(evaluated) == 24 and 120 not in trained | evaluated
+    assert not {r // 3 for r in trained} & {r // 3 for r in evaluated}
+    assert [s for s, _ in stats["curve"]["ev"]] == [0, 20, 40, 60, 72] and stats[
+        "steps"
+    ] == 72 == len(stats["curve"]["lr"])
+    assert stats["frozen"] == [] and 0 < stats["head_share"] < 1
+    assert stats["curve"]["lr"] == [vp.lr_at(s, 72, peak=1e-2, final=1e-3) for s in range(72)]
+
+
+def test_pretrain_autocast_and_repeatable(tmp_path):
+    """The same seed gives the same critic, bit for bit; bfloat16 autocast keeps float32 weights."""
+    pool = vp.TrajectoryPool(tmp_path)
+    pool.append(_pool_batch(_pool_rows(12)), 0)
+    weights = []
+    for dtype in (None, None, torch.bfloat16):
+        critic = _pool_critic(torch.float32)
+        vp.pretrain(
+            critic,
+            pool,
+            batch_size=4,
+            held_out=0.2,
+            peak=1e-3,
+            final=1e-3,
+            autocast_dtype=dtype,
+            progress=False,
+        )
+        weights.append(critic.backbone.embed_tokens.weight.detach())
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert weights[2].dtype == torch.float32 and (weights[0] - weights[2]).abs().max() < 0.02
+
+
+def test_pretrain_skips_nonfinite_and_stops(tmp_path):
+    """A step with a NaN loss changes nothing and is counted; five in a row stop the run."""
+    pool = vp.TrajectoryPool(tmp_path)
+    pool.append(_pool_batch(_pool_rows(16)), 0)
+
+    def run(bad):
+        critic, calls = _pool_critic(), iter(range(1000))
+        critic.head.register_forward_hook(
+            lambda m, i, out: out * math.nan if next(calls) in bad else out
+        )
+        return critic, lambda: vp.pretrain(
+            critic, pool, batch_size=2, epochs=1, held_out=0, peak=1e-2, progress=False
+        )
+
+    critic, go = run({0, 2, 3, 4, 5, 7})
+    stats = go()
+    assert (
+        stats["skipped_nonfinite"] == 6
+        and stats["steps"] == 2
+        and math.isfinite(stats["loss_last"])
+    )
+    assert all(torch.isfinite(p).all() for p in critic.parameters())
+    critic, go = run({0, 1, 2, 3, 4})
+    start = [p.detach().clone() for p in critic.parameters()]
+    with pytest.raises(RuntimeError, match="fifth time in a row"):
+        go()
+    assert all(
+        torch.equal(p, q) and p.requires_grad and p.grad is None
+        for p, q in zip(critic.parameters(), start)
+    )
+
+
+def test_pretrain_refuses(tmp_path):
+    """An empty pool, no sampled token, no epochs, too few prompts: ValueErrors before any work."""
+    pool, critic = vp.TrajectoryPool(tmp_path), _pool_critic()
+    with pytest.raises(ValueError, match="rows"):
+        vp.pretrain(critic, pool, progress=False)
+    pool.append(_pool_batch([([1], [2], [1], 1.0, 0), ([1], [3], [0], 1.0, 1)]), 0)
+    with pytest.raises(ValueError, match="rows"):
+        vp.pretrain(critic, pool, np.array([1]), progress=False)
+    with pytest.raises(ValueError, match="held_out"):
+        vp.pretrain(critic, pool, progress=False)
+    with pytest.raises(ValueError, match="epochs"):
+        vp.pretrain(critic, pool, epochs=0, held_out=0, progress=False)
+    assert all(p.requires_grad for p in critic.parameters())
+
+
+# ---------------------------------------------------------------------------------------- train.py
+
+
+# A run of main() on a policy that is hardly trained: it is about the machinery, `.ci/run` trains.
+
+TINY = ("--rollout-batch 16 --mini-batches 2 --pool-size 16 --pretrain-batch 16 --eval-problems 8 "
+        "--eval-k 2 --max-response 24 --show-every 0 --device cpu --pool-temperatures 1.0 "
+        "--lr 1e-3 --verifier even --eval-every 0").split()
+
+
+def _even(text, answer):
+    """A verifier that a random policy satisfies half of the time."""
+    return 1.0 if len(text) % 2 == 0 else -1.0
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base policy of a few steps: it has learned to end its responses, and not much else."""
+    folder = str(tmp_path_factory.mktemp("base") / "model")
+    return train.build_base(folder, steps=30, batch=16)
+
+
+@pytest.fixture
+def go(base, tmp_path, monkeypatch):
+    """go("--steps 2") runs main on the tiny configuration -> exit status."""
+    monkeypatch.setitem(rollout.VERIFIERS, "even", _even)
+    monkeypatch.setattr(train, "build_base", lambda: base)
+    monkeypatch.chdir(tmp_path)
+    return lambda flags, *rest: train.main([*TINY, *flags.split(), *rest])
+
+
+def _metrics(folder):
+    with open(os.path.join(folder, "metrics.jsonl")) as file:
+        return [json.loads(line) for line in file]
+
+
+def _actor(folder):
+    path = os.path.join(folder, "checkpoints")
+    last = sorted(x for x in os.listdir(path) if x.endswith(".pt"))[-1]
+    return torch.load(os.path.join(path, last), weights_only=True)
+
+
+def _equal(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+def _run(base, monkeypatch, *flags):
+    """The state of a run, with a critic, before its first step."""
+    monkeypatch.setitem(rollout.VERIFIERS, "even", _even)
+    monkeypatch.setattr(train, "build_base", lambda: base)
+    run = train.setup(train.parse([*TINY, *flags])[0])
+    if run.method.value == "critic":
+        train.prepare_critic(run, resumed=True)
+    return run
+
+
+def test_train_one_run_of_every_stage(go):
+    """Pool, pretraining, steps, evaluation: all metrics finite, first ratio 1, files all there."""
+    assert go("--steps 2 --out r --eval-every 1") == 0
+    rows = _metrics("r")
+    steps = [row for row in rows if "rollout/success" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2, 2] and len(steps) == 2
+    undefined = {k for row in steps for k, x in row.items() if x is None}
+    assert undefined <= {"critic/explained_variance"}
+    assert steps[0]["mismatch/log_ratio_max"] < 1e-5
+    for name in ("rollout/length", "actor/clip_share", "actor/entropy", "critic/loss",
+                 "critic/grad_head_share", "daps/accepted", "time/rollout", "memory/peak_gib"):
+        assert all(name in row for row in steps), name
+    assert "eval/avg@2" in rows[1] and "eval/pass@2" in rows[-1]
+    exported = AutoModelForCausalLM.from_pretrained("r/actor").state_dict()
+    assert all(torch.equal(exported[k], x) for k, x in _actor("r")["actor"].items())
+    assert AutoTokenizer.from_pretrained("r/actor").eos_token == "$"
+    assert len(Critic.from_pretrained("r/critic").state_dict())
+    assert json.load(open("r/config.json"))["rollout_batch"] == 16
+
+
+@pytest.mark.parametrize("flags", [
+    "--method grpo-x --k 4", "--method reinforce++", "--k 4", "--loss ppo-clip --selection uniform",
+    "--loss dis --rollout-dtype bfloat16", "--compute-dtype bfloat16", "--critic-clip-split"])
+def test_train_methods_and_options_run(go, flags):
+    """Every row of METHODS, every loss, groups and low precision: finite metrics, weights move."""
+    assert go(f"--steps 1 --out r {flags}") == 0
+    row = _metrics("r")[1]
+    assert all(x is not None for k, x in row.items() if k != "critic/explained_variance"), row
+    assert row["actor/grad_norm"] > 0 and row["rollout/trajectories"] % 4 == 0
+    if "bfloat16" in flags:
+        assert row["mismatch/log_ratio_max"] > 1e-5  # a real mismatch
+
+
+def test_train_micro_batches_do_not_change_the_step(base, monkeypatch):
+    """One pass or many of unequal length: the same updated actor and critic to 1e-6."""
+    after = []
+    for budget in ("100000", "60"):
+        run = _run(base, monkeypatch, "--token-budget", budget, "--weight-decay", "0", "--lr", "1e-4")
+        for opt in (run.actor_opt, run.critic_opt):  # Adam divides by tiny numbers: compare SGD
+            opt.step = torch.optim.SGD(opt.param_groups[0]["params"], 0.1).step
+        train.train_step(run)
+        after.append([*run.actor.parameters(), *run.critic.parameters()])
+    assert max((a - b).abs().max() for a, b in zip(*after)) < 1e-6
+
+
+def test_train_scores_do_not_depend_on_padding(base, monkeypatch):
+    """log π_old and V of a batch equal those of each row alone, to 1e-5."""
+    run = _run(base, monkeypatch)
+    batch, _ = train.rollout_batch(run, train.generator(run, 0))
+    logp, entropy, value = train.score(run, batch)
+    for i in range(len(batch.mask)):
+        alone = take(batch, torch.tensor([i]))
+        T = alone.mask.shape[1]
+        for whole, one in zip((logp, entropy, value), train.score(run, alone)):
+            assert torch.allclose(whole[i, :T], one[0], atol=1e-5)
+    assert (logp[~batch.mask] == 0).all() and (logp[batch.mask] < 0).all()
+
+
+def test_train_interleaved_conversation(base, monkeypatch):
+    """A masked gap (tool output) inside a response: what stands in it changes no update but through
+    the attention, and its own log-prob and value are never used."""
+    run = _run(base, monkeypatch)
+    batch, _ = train.rollout_batch(run, train.generator(run, 0))
+    batch.mask[:, 1:3] = False
+    batch.logp_old, _, batch.value = train.score(run, batch)
+    batch.advantage = train.ADVANTAGES["gae"](batch, run.cfg)
+    batch.keep = batch.mask
+    for field_ in ("logp_roll", "logp_old", "value", "advantage"):
+        getattr(batch, field_)[~batch.mask] = float("nan")
+    metrics = train.update_critic(run, batch, train.generator(run, 0))
+    metrics |= train.update_actor(run, batch, train.generator(run, 0))
+    assert all(math.isfinite(x) for x in metrics.values())
+    assert all(p.isfinite().all() for p in run.actor.parameters())
+
+
+def test_train_resume_is_bit_exact(go):
+    """Two steps, resume, two more = four steps: every tensor of the last checkpoint is equal."""
+    assert go("--steps 4 --out whole") == 0
+    assert go("--steps 2 --out parts") == 0
+    with open("parts/metrics.jsonl", "a") as file:  # a step that was logged but not saved
+        file.write('{"step": 3}\n')
+    open("parts/checkpoints/step-000003.pt.writing", "w").write("torn")  # killed while writing
+    assert train.main("--resume parts --steps 4".split()) == 0
+    assert _equal(_actor("whole"), _actor("parts"))
+    steps = [[m["actor/loss"] for m in _metrics(f) if "actor/loss" in m] for f in ("whole", "parts")]
+    assert steps[0] == steps[1] and len(steps[0]) == 4
+
+
+def test_train_ctrl_c_leaves_a_run_that_goes_on(go, monkeypatch):
+    """Ctrl-C in the third step: status 130, a checkpoint of the second, resume works."""
+    step = train.train_step
+
+    def interrupted(run):
+        if run.step == 2:
+            raise KeyboardInterrupt
+        return step(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train_step", interrupted)
+        assert go("--steps 5 --out r") == 130
+    assert os.listdir("r/checkpoints") == ["step-000002.pt"]
+    assert train.main("--resume r --steps 3".split()) == 0
+
+
+def test_train_a_checkpoint_cannot_run_code(go):
+    """A pickle that calls a function is refused, by weights_only, without calling it."""
+    assert go("--steps 1 --out r") == 0
+    torch.save({"step": _Evil()}, "r/checkpoints/step-000009.pt")
+    with pytest.raises(Exception, match="(?i)weights.only"):
+        train.load(SimpleNamespace(device="cpu"), "r")
+    assert not os.path.exists("evil")
+
+
+class _Evil:
+    def __reduce__(self):
+        return (os.mkdir, ("evil",))
+
+
+def test_train_uniform_groups_for_ever_end_with_a_sentence(go, monkeypatch, capsys):
+    """A verifier that always says no: the run ends, names the reason, and never loops."""
+    monkeypatch.setitem(rollout.VERIFIERS, "even", lambda text, answer: -1.0)
+    assert go("--steps 3 --out r --method grpo-x --k 4 --filter-rounds 3") == 1
+    assert "every group of 4 was all right or all wrong, in 3 rounds" in capsys.readouterr().err
+
+
+def test_train_groups_are_mixed_and_counted(base, monkeypatch):
+    """With K > 1 every group that is trained on is mixed, and sampled = trained + discarded."""
+    run = _run(base, monkeypatch, "--method", "grpo-x", "--k", "4")
+    batch, metrics = train.rollout_batch(run, train.generator(run, 0))
+    for i in batch.prompt_id.unique():
+        assert batch.reward[batch.prompt_id == i].unique().numel() == 2
+    assert metrics["rollout/sampled"] == len(batch.reward) + metrics["rollout/discarded"]
+
+
+def test_train_non_finite_gradients_are_skipped_then_stop(base, monkeypatch):
+    """Four in a row change nothing but the count; the fifth stops; a good one in between resets."""
+    run = _run(base, monkeypatch)
+    before = [p.clone() for p in run.actor.parameters()]
+    for n in range(1, 5):
+        train.step_if_finite(run, "actor", run.actor_opt, math.nan)
+        assert run.nonfinite["actor"] == n
+    assert all(torch.equal(a, b) for a, b in zip(before, run.actor.parameters()))
+    with pytest.raises(FloatingPointError, match="five times"):
+        train.step_if_finite(run, "actor", run.actor_opt, math.inf)
+    train.step_if_finite(run, "actor", run.actor_opt, 1.0)
+    assert run.nonfinite["actor"] == 0
+
+
+def test_train_daps_selects_from_values(base, monkeypatch):
+    """Ids are distinct, in range, outcomes reach the counts, and V(s_0) is the critic's own."""
+    run = _run(base, monkeypatch, "--daps-uniform", "0", "--daps-ramp", "0")
+    ids = torch.tensor([3, 0, 7])
+    by_score = []
+    for i in ids.tolist():
+        tokens = torch.tensor([run.prompts[i]])
+        by_score.append(run.critic(tokens, torch.ones_like(tokens).bool())[0, -1].item())
+    assert torch.allclose(train.initial_values(run, ids), torch.tensor(by_score), atol=1e-6)
+    batch, metrics = train.rollout_batch(run, train.generator(run, 0))
+    assert batch.prompt_id.unique().numel() == 16 and metrics["daps/offered"] == 64
+    assert run.daps.state_dict()["trials"].sum() == 16
+
+
+BAD = [
+    ("--method nonsense", "--method: expected one of s3ac"),
+    ("--k 3", "--k: expected a divisor of --rollout-batch 16, found 3"),
+    ("--method grpo-x --k 1", "--k: expected 2 or more"),
+    ("--mini-batches 17", "--mini-batches: expected 1 … 16"),
+    ("--temperature 0", "--temperature: expected a number above 0"),
+    ("--method grpo-x --selection daps", "--selection: expected uniform"),
+    ("--data none.jsonl", "--data: expected a JSONL file, found no file none.jsonl"),
+    ("--model ./nowhere", "--model: expected a folder with a Hugging Face model"),
+    ("--max-prompt 2", "--max-prompt: expected prompts of at most 2 tokens, found 2200 of 2200"),
+    ("--pool nowhere", "found nowhere"),
+    ("--pool-temperatures 1,x", "--pool-temperatures"),
+]
+
+
+@pytest.mark.parametrize("flags, words", BAD)
+def test_train_bad_input_is_one_sentence(go, flags, words, capsys):
+    """Exit status 2 and one sentence that names the flag, what was expected and what was found."""
+    assert go(f"--out r {flags}") == 2
+    error = capsys.readouterr().err.strip()
+    assert words in error and error.startswith("error: ") and "\n" not in error
+
+
+@pytest.mark.parametrize("flags", ["--preset huge", "--nonsense 1", "--steps many",
+                                   "--long-prompts maybe"])
+def test_train_bad_flags_are_refused(flags, capsys):
+    """argparse's own sentence and status 2."""
+    with pytest.raises(SystemExit) as stop:
+        train.main(flags.split())
+    assert stop.value.code == 2 and "error: " in capsys.readouterr().err
+
+
+def test_train_bad_data_names_the_line(go, capsys):
+    """A broken line or a missing key of a JSONL file is named with its number, before any model."""
+    for text, words in (('{"prompt": "1+1=", "answer": "2"}\n{"prompt": ', "line 2"),
+                        ('{"text": "1+1="}\n', "line 1"), ("\n", "found no line")):
+        open("data.jsonl", "w").write(text)
+        assert go("--out r --data data.jsonl") == 2
+        assert words in capsys.readouterr().err
+
+
+def test_train_long_prompts_are_counted_and_skipped_or_stop(go, capsys):
+    """Prompts over --max-prompt: skip says how many, stop ends the run."""
+    rows = [{"prompt": "1" * n, "answer": "2"} for n in (3, 4, 5, 30, 3, 3, 3, 3, 3, 3, 3)]
+    open("data.jsonl", "w").write("\n".join(map(json.dumps, rows)))
+    flags = "--steps 1 --data data.jsonl --rollout-batch 4 --eval-problems 1 --instruction= --k 1"
+    assert go(f"--out r {flags} --max-prompt 9") == 0
+    assert "skipped 1 of 10 prompts" in capsys.readouterr().out
+    assert go(f"--out q {flags} --max-prompt 9 --long-prompts stop") == 2
+    assert "found 1 of 10 that are longer" in capsys.readouterr().err
+
+
+def test_train_run_folders_are_not_overwritten(go, capsys):
+    """--out with a run in it, --resume without one or with other settings: a sentence, no damage."""
+    assert go("--steps 1 --out r") == 0
+    assert go("--steps 1 --out r") == 2 and "--resume goes on" in capsys.readouterr().err
+    for flags, words in (("--resume nothing", "found nothing"), ("--resume r --lr 7", "lr 0.001 -> 7")):
+        with pytest.raises(SystemExit, match=words):
+            train.main(flags.split())
+    assert go("--steps 0 --out q") == 2 and not os.path.exists("q")
+
+
+def test_train_flags_win_over_the_preset_and_the_preset_over_the_defaults():
+    """tiny only without --model and --data; the paper's values are the defaults."""
+    cfg, _ = train.parse("--lr 3".split())
+    assert cfg.lr == 3 and cfg.verifier == "chain" and cfg.critic_lr == 5e-4
+    paper, _ = train.parse("--data x.jsonl".split())
+    assert paper.verifier == "boxed" and (paper.lr, paper.critic_lr) == (1e-6, 5e-6)
+    assert (paper.clip_norm, paper.critic_clip_norm, paper.alpha) == (1.0, 10.0, 1.5)
+    assert (paper.eps_low, paper.eps_high, paper.mini_batches, paper.critic_epochs) == (.2, .28, 8, 2)
+    assert train.parse("--preset r1-distill-1.5b --steps 7".split())[0].steps == 7
+
+
+def test_train_a_method_is_one_row(go, monkeypatch):
+    """A new row and one function: advantage R on every token, no baseline."""
+    monkeypatch.setitem(train.ADVANTAGES, "return", lambda b, cfg: b.mask * b.reward[:, None])
+    monkeypatch.setitem(train.METHODS, "reinforce",
+                        train.Method("none", "return", "cispo", "uniform", 1))
+    assert go("--steps 1 --out r --method reinforce") == 0
+
+
+def test_train_target_is_the_exit_status(go, capsys):
+    """Below --target the status is 1, and the last line says what was reached and where."""
+    assert go("--steps 1 --out r --target 1.1") == 1
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert "below the target 1.1" in last and last.endswith("files in r")
