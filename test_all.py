@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first kernel is decorated
+if not torch.cuda.is_available():  # before anything imports triton, as transformers does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import actor_loss
 import critic as critic_file
