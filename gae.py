@@ -90,7 +90,7 @@ def gae_loop(value: Tensor, reward: Tensor, mask: Tensor, lam: float | Tensor, *
 @torch.no_grad()
 def gae_torch(value: Tensor, reward: Tensor, mask: Tensor, lam: float | Tensor, *,
               gamma: float = 1.0, bootstrap: Tensor | None = None) -> Tensor:
-    """GAE as a scan by doubling, O(log T) tensor operations. Arguments and errors as `gae`."""
+    """GAE as a blocked scan, O(log T) tensor operations. Arguments and errors as `gae`."""
     lam, bootstrap = _check(value, reward, mask, lam, gamma, bootstrap)
     if value.numel() == 0:
         return torch.zeros_like(value, dtype=lam.dtype)
@@ -109,7 +109,7 @@ def gae_torch(value: Tensor, reward: Tensor, mask: Tensor, lam: float | Tensor, 
     return torch.zeros_like(advantage).masked_scatter_(mask, advantage[packed])
 
 
-def _gae_packed(value, reward, mask, lengths, lam, gamma, final, block=64) -> Tensor:
+def _gae_packed(value, reward, mask, lengths, lam, gamma, final, block=16) -> Tensor:
     """Rows without gaps: G_t = x_t + γλ G_{t+1} with x_t = r_t + γ(1−λ) V_{t+1}, Â = G − V."""
     B, T = value.shape
     value = torch.where(mask, value.to(lam.dtype), 0.0)
@@ -127,16 +127,21 @@ def _gae_packed(value, reward, mask, lengths, lam, gamma, final, block=64) -> Te
 def _scan_(x: Tensor, c: Tensor) -> None:
     """In place: y_t = x_t + c y_{t+1} over the last two dimensions of x [B, N, K]; c [B] float64.
 
-    Doubling inside the blocks of K, then over the N block starts, then one pass that adds what
+    Inside the blocks of K one token after another, all N blocks at once (they lie side by side in
+    the transposed copy); then over the N block starts by doubling; then one pass that adds what
     comes from the right. No matrix product, so no TF32 or bf16 switch reaches it; powers of c are
     multiplied, never divided by, so that one that underflows is a harmless 0.
     """
     K = x.shape[2]
-    _double_(x, c[:, None, None])
-    start = x[:, :, 0].clone()
+    y = x.transpose(1, 2).contiguous()                                  # [B, K, N]
+    token, factor = y.unbind(1), c.to(x.dtype)[:, None]
+    for t in reversed(range(K - 1)):
+        token[t].addcmul_(factor, token[t + 1])                         # y_t = x_t + c y_{t+1}
+    start = y[:, 0].clone()
     _double_(start, c[:, None]**K)
-    power = c[:, None, None] ** torch.arange(K, 0, -1, device=x.device)
-    x[:, :-1] += power.to(x.dtype) * start[:, 1:, None]  # y_t += c^{K−t} y_{next block}
+    power = c[:, None] ** torch.arange(K, 0, -1, device=x.device)
+    y[:, :, :-1].addcmul_(power.to(x.dtype)[:, :, None], start[:, None, 1:])  # + c^{K−t} y_{next}
+    x.copy_(y.transpose(1, 2))
 
 
 def _double_(x: Tensor, c: Tensor) -> None:

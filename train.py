@@ -535,7 +535,7 @@ def train_step(run: Run) -> dict[str, float]:
         metrics |= update_critic(run, batch, rng) | clock("critic")
     metrics |= update_actor(run, batch, rng) | clock("actor")
     run.step += 1
-    if cfg.show_every and run.step % cfg.show_every == 1:
+    if cfg.show_every and (run.step - 1) % cfg.show_every == 0:
         tqdm.write(show_response(run, batch))
     return metrics | {"memory/peak_gib": peak_memory(run)}
 
