@@ -42,7 +42,9 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
+)
 from transformers.cache_utils import DynamicCache
 
 # --------------------------------------------------------------------------------------- batch
@@ -666,3 +668,104 @@ VERIFIERS = {
     "boxed": math_reward, "number": number_reward, "math_verify": math_verify_reward,
     "chain": chain_reward,
 }
+
+
+# ------------------------------------------------------------------------------ demo, benchmark
+
+
+def _demo(seed: int) -> None:
+    """A few problems, a random policy and one that knows how: what a Batch holds."""
+    tokenizer, rng = task_tokenizer(), random.Random(seed)
+    problems = [p for p in task_problems() if p.prompt[4] in "abcd"][:4]
+    print("prompt    flawless response    with every third step wrong       verdicts")
+    for p in problems:
+        texts = [demonstration(p.prompt, wrong, rng)[:-1] for wrong in (0.0, 1 / 3)]
+        verdicts = "  ".join(f"{chain_reward(text, p.answer):+.0f}" for text in texts)
+        print(f"{p.prompt:10}{texts[0]:21}{texts[1]:34}{verdicts}")
+
+    torch.manual_seed(seed)
+    model = _bench_model(len(tokenizer))
+    batch = collect(
+        model, tokenizer, [encode_prompt(tokenizer, p) for p in problems],
+        [p.answer for p in problems], torch.arange(4), chain_reward,
+        eos_id=[tokenizer.eos_token_id, 0], max_new_tokens=12)
+    print(f"\nsampled by a random policy, cut at 12 tokens: P + T = {batch.tokens.shape[1]}\n")
+    print("row  tokens, · = padding      trained  log μ of the first  truncated  R")
+    for i in range(4):
+        text = "".join(
+            tokenizer.decode([t]) if real else "·"
+            for t, real in zip(batch.tokens[i].tolist(), batch.attention[i].tolist()))
+        print(f"{i:3}  {text:24}{batch.mask[i].sum():8}{batch.logp_roll[i, 0]:14.3f}"
+              f"{str(batch.truncated[i].item()):>16}  {batch.reward[i]:+.0f}")
+
+
+def _bench_model(vocab: int, eos: int = 0) -> nn.Module:
+    """A small random Llama that draws every token with the same probability: so the lengths are
+    geometric, long-tailed, and the same in law for any sampler."""
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab, hidden_size=64, intermediate_size=192, num_hidden_layers=4,
+        num_attention_heads=4, max_position_embeddings=1024, bos_token_id=None, eos_token_id=eos,
+        pad_token_id=eos)).eval()
+    model.lm_head.weight.data.zero_()
+    return model
+
+
+def _bench(folder: str, prompts: int, limit: int, rows: int, seed: int) -> None:
+    """Response tokens per second of generate and of model.generate: same model, prompts, limit."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) if folder else _bench_model(100)
+    model.to(device)
+    eos = model.generation_config.eos_token_id
+    if folder:  # a real model's own lengths, and a prompt that its tokenizer would write
+        ids = AutoTokenizer.from_pretrained(folder)
+        lists = [encode_prompt(ids, Problem(f"What is {i} plus {i + 7}?", "")) for i in range(prompts)]
+    else:
+        rng = random.Random(seed)
+        lists = [[rng.randrange(1, 100) for _ in range(rng.randint(5, 30))] for _ in range(prompts)]
+
+    def ours() -> int:
+        generator = torch.Generator(device).manual_seed(seed)
+        out = generate(model, lists, max_new_tokens=limit, eos_id=eos, pad_id=eos,
+                       generator=generator, max_rows=rows)
+        return int(out[2].sum())
+
+    def theirs() -> int:  # in batches of as many rows
+        torch.manual_seed(seed)
+        total = 0
+        for start in range(0, prompts, rows):
+            tokens, attention = left_pad(lists[start : start + rows], eos, device)
+            out = model.generate(
+                tokens, attention_mask=attention.long(), do_sample=True, top_k=0, top_p=1.0,
+                max_new_tokens=limit, pad_token_id=eos)[:, tokens.shape[1] :]
+            ended = (out == eos).int()
+            total += int((ended.cumsum(1) - ended == 0).sum())  # up to the first end, included
+        return total
+
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
+    print(f"{device} ({name}), {folder or 'a 4-layer model'}, {prompts} prompts, at most {limit} "
+          f"tokens, {rows} rows; three runs each, in turn")
+    speeds = {ours: [], theirs: []}
+    for _ in range(3):
+        for run in speeds:
+            start = time.perf_counter()
+            n = run()
+            speeds[run].append(n / (time.perf_counter() - start))
+    a, b = (sorted(x)[1] for x in speeds.values())
+    print(f"rollout.generate {a:10,.0f} tokens/s\nmodel.generate   {b:10,.0f} tokens/s\n"
+          f"median ratio     {a / b:10.2f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="the batch and the sampler: demo, or --bench")
+    parser.add_argument("--bench", action="store_true", help="time against model.generate")
+    parser.add_argument("--model", default="", metavar="DIR", help="Hugging Face folder to bench")
+    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--limit", type=int, default=512, help="longest response")
+    parser.add_argument("--rows", type=int, default=128, help="responses under way at once")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.bench:
+        _bench(args.model, args.prompts, args.limit, args.rows, args.seed)
+    else:
+        _demo(args.seed)
