@@ -604,7 +604,7 @@ def math_verify_reward(text: str, answer: str) -> float:
 # difficulty, length follows it, and a wrong step can be seen in the prefix.
 
 LETTERS = string.ascii_lowercase
-CHARACTERS = string.printable[:95]  # every printable ASCII character is a token; `$` ends a text
+CHARACTERS = string.printable[:95] + "\n"  # a token each: printable ASCII; `$` ends a text
 HELD_OUT = 400
 
 

@@ -1827,14 +1827,9 @@ def test_problems_empty_file(tmp_path):
 
 
 def _problems_tokenizer(chat_template=None):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=chat_template)
+    tokenizer = rollout.task_tokenizer()
+    tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def test_problems_prompt_as_token_ids():
