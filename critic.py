@@ -97,15 +97,19 @@ class Critic(nn.Module):
             critic.head.load_state_dict({"weight": weight})
         return critic
 
-    def save_pretrained(self, path: str) -> None:
-        """Write the backbone as a Hugging Face folder and the head beside it, from full parameters.
+    def save_pretrained(self, path: str, state: dict[str, Tensor] | None = None) -> None:
+        """Write the backbone as a Hugging Face folder and the head beside it.
 
-        All is written under a temporary name first: a critic that stands at path outlives a crash.
+        state: the full parameters by name, for a critic whose own are sharded. All is written under
+        a temporary name first: a critic that stands at path outlives a crash.
         """
+        state = self.state_dict() if state is None else state
+        backbone, head = ({name.removeprefix(part): x for name, x in state.items()
+                           if name.startswith(part)} for part in ("backbone.", "head."))
         os.makedirs(path, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path, prefix=".saving-") as new:
-            self.backbone.save_pretrained(new)
-            torch.save(self.head.state_dict(), os.path.join(new, HEAD_FILE))
+            self.backbone.save_pretrained(new, state_dict=backbone)
+            torch.save(head, os.path.join(new, HEAD_FILE))
             for name in os.listdir(new):
                 os.replace(os.path.join(new, name), os.path.join(path, name))
 

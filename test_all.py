@@ -9,8 +9,10 @@ import copy
 import json
 import math
 import os
+import pickle
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 if not torch.cuda.is_available():  # before anything imports triton, as transformers does
@@ -2668,18 +2671,17 @@ def _metrics(folder):
         return [json.loads(line) for line in file]
 
 
-def _actor(folder):
-    path = os.path.join(folder, "checkpoints")
-    last = sorted(x for x in os.listdir(path) if x.endswith(".pt"))[-1]
-    return torch.load(os.path.join(path, last), weights_only=True)
+def _last_state(folder):
+    """All tensors of a run's last checkpoint, and its numbers."""
+    path = train.checkpoints(folder)[-1]
+    index = train.PlainReader(path).read_metadata().state_dict_metadata
+    state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in index.items()}
+    dcp.load(state, storage_reader=train.PlainReader(path), no_dist=True)
+    return state, json.load(open(os.path.join(path, "state.json")))
 
 
 def _equal(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def _run(base, monkeypatch, *flags):
@@ -2688,7 +2690,7 @@ def _run(base, monkeypatch, *flags):
     monkeypatch.setattr(train, "build_base", lambda: base)
     run = train.setup(train.parse([*TINY, *flags])[0])
     if run.method.value == "critic":
-        train.prepare_critic(run, resumed=True)
+        train.prepare_critic(run)
     return run
 
 
@@ -2706,9 +2708,11 @@ def test_train_one_run_of_every_stage(go):
         assert all(name in row for row in steps), name
     assert "eval/avg@2" in rows[1] and "eval/pass@2" in rows[-1]
     exported = AutoModelForCausalLM.from_pretrained("r/actor").state_dict()
-    assert all(torch.equal(exported[k], x) for k, x in _actor("r")["actor"].items())
+    state, _ = _last_state("r")
+    assert all(torch.equal(state["actor.model." + k], x) for k, x in exported.items())
     assert AutoTokenizer.from_pretrained("r/actor").eos_token == "$"
-    assert len(Critic.from_pretrained("r/critic").state_dict())
+    critic = Critic.from_pretrained("r/critic").state_dict()
+    assert all(torch.equal(state["critic." + k], x) for k, x in critic.items())
     assert json.load(open("r/config.json"))["rollout_batch"] == 16
 
 
@@ -2773,41 +2777,70 @@ def test_train_resume_is_bit_exact(go):
     assert go("--steps 2 --out parts") == 0
     with open("parts/metrics.jsonl", "a") as file:  # a step that was logged but not saved
         file.write('{"step": 3}\n')
-    open("parts/checkpoints/step-000003.pt.writing", "w").write("torn")  # killed while writing
+        file.write('{"step": 3, "torn')
+    os.mkdir("parts/checkpoints/step-000003.writing")  # killed while writing
+    open("parts/checkpoints/step-000003.writing/__0_0.distcp", "w").write("torn")
     assert train.main("--resume parts --steps 4".split()) == 0
-    assert _equal(_actor("whole"), _actor("parts"))
+    (whole, numbers), (parts, again) = _last_state("whole"), _last_state("parts")
+    assert _equal(whole, parts) and numbers == again and len(whole) > 100
     steps = [[m["actor/loss"] for m in _metrics(f) if "actor/loss" in m] for f in ("whole", "parts")]
     assert steps[0] == steps[1] and len(steps[0]) == 4
 
 
 def test_train_ctrl_c_leaves_a_run_that_goes_on(go, monkeypatch):
-    """Ctrl-C in the third step: status 130, a checkpoint of the second, resume works."""
-    step = train.train_step
+    """Ctrl-C in the middle of the third step: it is finished and saved, status 130, and resumed
+    the run is the uninterrupted one, bit for bit."""
+    score = train.score
 
-    def interrupted(run):
+    def interrupted(run, batch):
         if run.step == 2:
-            raise KeyboardInterrupt
-        return step(run)
+            signal.raise_signal(signal.SIGINT)
+        return score(run, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "train_step", interrupted)
+        patch.setattr(train, "score", interrupted)
         assert go("--steps 5 --out r") == 130
-    assert os.listdir("r/checkpoints") == ["step-000002.pt"]
-    assert train.main("--resume r --steps 3".split()) == 0
+    assert [os.path.basename(x) for x in train.checkpoints("r")] == ["step-000003"]
+    assert train.main("--resume r --steps 5".split()) == 0 and go("--steps 5 --out whole") == 0
+    assert _equal(_last_state("r")[0], _last_state("whole")[0])
 
 
-def test_train_a_checkpoint_cannot_run_code(go):
-    """A pickle that calls a function is refused, by weights_only, without calling it."""
+def test_train_a_checkpoint_cannot_run_code(go, capsys):
+    """An index that names a function is refused without calling it; so is a tensor file."""
     assert go("--steps 1 --out r") == 0
-    torch.save({"step": _Evil()}, "r/checkpoints/step-000009.pt")
-    with pytest.raises(Exception, match="(?i)weights.only"):
-        train.load(SimpleNamespace(device="cpu"), "r")
-    assert not os.path.exists("evil")
+    path = train.checkpoints("r")[-1]
+    for file, write in ((".metadata", pickle.dump), ("__0_0.distcp", lambda x, f: torch.save(x, f))):
+        with open(os.path.join(path, file), "rb") as kept:
+            good = kept.read()
+        with open(os.path.join(path, file), "wb") as bad:
+            write(_Evil(), bad)
+        assert train.main("--resume r --steps 2".split()) == 2
+        assert "expected a checkpoint of this model" in capsys.readouterr().err
+        with open(os.path.join(path, file), "wb") as again:
+            again.write(good)
+    assert not os.path.exists("evil") and train.main("--resume r --steps 2".split()) == 0
 
 
 class _Evil:
     def __reduce__(self):
-        return (os.mkdir, ("evil",))
+        return os.mkdir, ("evil",)
+
+
+def test_train_full_disk_keeps_the_checkpoint_before(go, monkeypatch, capsys):
+    """A write that fails ends the run with a sentence that names the last whole checkpoint."""
+    save = dcp.save
+
+    def full(state, checkpoint_id, **how):
+        if "000002" in checkpoint_id:
+            raise OSError(28, "No space left on device")
+        return save(state, checkpoint_id=checkpoint_id, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "save", full)
+        assert go("--steps 3 --out r --save-every 1") == 2
+    error = capsys.readouterr().err
+    assert "No space left on device" in error and "last checkpoint: r/checkpoints/step-000001" in error
+    assert len(_last_state("r")[0]) > 100
 
 
 def test_train_uniform_groups_for_ever_end_with_a_sentence(go, monkeypatch, capsys):

@@ -14,11 +14,17 @@ A method is one row of METHODS: what fills `value`, what fills `advantage`, whic
 are selected. Everything else is shared. Each random draw of step t comes from a generator seeded
 with (seed, t), so a resumed run goes on bit for bit without any generator to save.
 
-Differs from the paper: see the README's assumptions. Left out: several processes, replay of expert
-choices (R3), asynchronous rollouts, a judge model.
+Under torchrun parameters, gradients and optimizer states are sharded (FSDP2). Every rank holds the
+whole rollout batch, tokens and numbers alike, and works on its share of the rows; whatever is decided
+is decided from the same numbers by the same generator on each, so nothing else is communicated, and
+advantages, counts and denominators are global without further care.
+
+Differs from the paper: see the README's assumptions. Left out: replay of expert choices (R3),
+asynchronous rollouts, a judge model.
 
     python train.py                                          the embedded task, all stages
     python train.py --model DIR --data problems.jsonl        your model, your problems
+    torchrun --nproc_per_node 8 train.py --model …           the same, sharded
     python train.py --resume runs/…                          goes on where it stopped
     python train.py --help                                   every field of Config is a flag
 """
@@ -29,17 +35,26 @@ import copy
 import json
 import math
 import os
+import pickle
 import random
+import re
 import resource
+import shutil
+import signal
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -77,6 +92,8 @@ class Config:
     device: str = flag("auto", "auto, cpu or cuda")
     dtype: str = flag("float32", "of parameters and optimizer", "float32", "bfloat16")
     compute_dtype: str = flag("float32", "of forward and backward (autocast)", "float32", "bfloat16")
+    shard_size: int = flag(0, "ranks that share one copy of the parameters; 0: all of them")
+    checkpoint_activations: bool = flag(False, "recompute activations in the backward pass")
     trust_remote_code: bool = flag(False, "run code that comes with the model")
     # rollout
     rollout_batch: int = flag(1024, "trajectories per step")  # assumption: not known for 1.5B
@@ -223,7 +240,8 @@ def parse(argv: list[str]) -> tuple[Config, str]:
         return _resumed(resume, given), resume
     if preset is None and not (given.get("model") or given.get("data")):
         preset = "tiny"
-    return replace(Config(**PRESETS.get(preset, {})), **given), ""
+    cfg = replace(Config(**PRESETS.get(preset, {})), **given)
+    return replace(cfg, out=cfg.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}-{cfg.seed}"), ""
 
 
 def _field_groups() -> dict[str, str]:
@@ -303,7 +321,7 @@ def looks_local(path: str) -> bool:
 
 @dataclass
 class Run:
-    """All the state of a run. What a checkpoint holds is in `state`."""
+    """All the state of a run."""
 
     cfg: Config
     method: Method
@@ -314,41 +332,139 @@ class Run:
     prompts: list[list[int]]  # token ids of problems
     eval_problems: list[rollout.Problem]
     eval_prompts: list[list[int]]
-    actor: nn.Module
+    actor: "Actor"
     actor_opt: torch.optim.Optimizer
+    rank: int = 0
+    size: int = 1  # ranks
     critic: Critic | None = None
     critic_opt: torch.optim.Optimizer | None = None
-    sampler: nn.Module | None = None  # the copy that --rollout-dtype asks for
+    sampler: nn.Module | None = None  # whole copy of a sharded actor, or of another dtype
     daps: DAPS | None = None
     step: int = 0
     before: dict = field(default_factory=dict)  # the evaluation before training
     nonfinite: dict = field(default_factory=lambda: {"actor": 0, "critic": 0})  # in a row
+    stop: bool = False  # Ctrl-C: after this step
+
+
+class Actor(nn.Module):
+    """A causal language model that answers with log-probs, so that the output matrix is used inside
+    forward, where FSDP2 has put it together."""
+
+    def __init__(self, model: nn.Module, temperature: float):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, tokens: Tensor, attention: Tensor, mask: Tensor, entropy: bool) -> Tensor:
+        """log π(a_t|s_t) [1, B, T] of the trainable tokens, 0 where masked: full vocabulary, at the
+        sampling temperature. With entropy [2, B, T]: that of the distributions, no gradient."""
+        T = mask.shape[1]
+        hidden = self.model.base_model(
+            input_ids=tokens, attention_mask=attention.long(), position_ids=positions(attention),
+            use_cache=False).last_hidden_state
+        hidden, weight = response(hidden, T)[mask], self.model.get_output_embeddings().weight
+        logp = linear_token_logp(hidden, weight, tokens[:, -T:][mask], temperature=self.temperature)
+        found = [logp]
+        if entropy:
+            found.append(linear_entropy(hidden, weight, temperature=self.temperature))
+        out = logp.new_zeros(len(found), *mask.shape)
+        out[:, mask] = torch.stack(found)
+        return out
+
+
+def join(cfg: Config) -> tuple[int, int, torch.device]:
+    """Rank, number of ranks and device; joins the process group that torchrun has laid out."""
+    cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size == 1:
+        return 0, 1, torch.device(cfg.device if cfg.device != "auto" else "cuda" if cuda else "cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return dist.get_rank(), size, device
+
+
+def check_ranks(cfg: Config, size: int) -> None:
+    """ValueError unless the ranks can share prompts and mini-batches evenly."""
+    prompts, each = cfg.rollout_batch // method_of(cfg).k, cfg.rollout_batch // cfg.mini_batches
+    if prompts % size or each < size:
+        raise ValueError(f"--rollout-batch: expected prompts per step ({prompts}) that {size} processes "
+                         f"divide, and mini-batches of {size} rows or more (they have {each}), found "
+                         f"{cfg.rollout_batch} rows")
+    if cfg.shard_size and size % cfg.shard_size:
+        raise ValueError(f"--shard-size: expected a divisor of the {size} processes, "
+                         f"found {cfg.shard_size}")
 
 
 def setup(cfg: Config) -> Run:
     """Model, tokenizer and problems; what may be wrong with the data is found before the model."""
-    device = torch.device(
-        cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    rank, size, device = join(cfg)
+    check_ranks(cfg, size)
+    if size > 1:  # the clocks that name a run folder may differ
+        name = [cfg.out]
+        dist.broadcast_object_list(name)
+        cfg.out = name[0]
     train, held_out = load_data(cfg)
-    model = cfg.model or build_base()
+    path = cfg.model or first_rank_builds(rank, size)
     how = dict(trust_remote_code=cfg.trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(model, **how)
+    tokenizer = AutoTokenizer.from_pretrained(path, **how)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     train, prompts = encode(cfg, tokenizer, train)
     held_out, eval_prompts = encode(cfg, tokenizer, held_out)
-    actor = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, cfg.dtype), **how)
-    actor.to(device)
-    check_output_head(actor, prompts[0])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, cfg.dtype), **how)
+    check_output_head(model, prompts[0])
+    sampler = None
+    if cfg.rollout_dtype or size > 1:
+        sampler = copy.deepcopy(model).to(device, getattr(torch, cfg.rollout_dtype or cfg.dtype))
+    actor = shard(Actor(model, cfg.temperature), model.config, cfg, size, device)
     run = Run(
-        cfg, method_of(cfg), device, tokenizer, eos_ids(actor, tokenizer), train, prompts,
-        held_out, eval_prompts, actor, optimizer(actor, cfg.lr, cfg.weight_decay))
-    if cfg.rollout_dtype:
-        run.sampler = copy.deepcopy(actor).to(getattr(torch, cfg.rollout_dtype))
+        cfg, method_of(cfg), device, tokenizer, eos_ids(model, tokenizer), train, prompts, held_out,
+        eval_prompts, actor, optimizer(actor, cfg.lr, cfg.weight_decay), rank, size, sampler=sampler)
     if run.method.selection == "daps":
         run.daps = DAPS(len(train), a_min=cfg.a_min, n_c=cfg.n_c, decay=cfg.decay,
                         uniform=cfg.daps_uniform, ramp=cfg.daps_ramp)
     return run
+
+
+def first_rank_builds(rank: int, size: int) -> str:
+    """The embedded base policy, built by one rank while the others wait."""
+    if rank == 0:
+        build_base()
+    if size > 1:
+        dist.barrier()
+    return build_base()
+
+
+def shard(module, config, cfg: Config, size: int, device: torch.device, *float32: nn.Module):
+    """FSDP2 in place: every layer a unit, the modules float32 units that keep that type, and the
+    rest one. A single process keeps the module whole. Returns it on the device."""
+    if cfg.checkpoint_activations:
+        (module.model if isinstance(module, Actor) else module.backbone
+         ).gradient_checkpointing_enable({"use_reentrant": False})
+    if size == 1:
+        return module.to(device)
+    n = cfg.shard_size or size
+    shape, names = ((size // n, n), ("replicate", "shard")) if n < size else ((size,), ("shard",))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    kept = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    cast = MixedPrecisionPolicy(getattr(torch, cfg.compute_dtype), torch.float32)
+    for unit in float32:
+        fully_shard(unit, mesh=mesh, mp_policy=kept)
+    for layer in layers_of(module, config):
+        fully_shard(layer, mesh=mesh, mp_policy=cast)
+    return fully_shard(module, mesh=mesh, mp_policy=cast)
+
+
+def layers_of(module: nn.Module, config) -> nn.ModuleList:
+    """The decoder layers; ValueError if the model has no list of them."""
+    n = config.get_text_config().num_hidden_layers
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == n:
+            return part
+    raise ValueError(f"--model: expected a list of {n} layers to shard, found none in "
+                     f"{type(module).__name__}")
 
 
 def load_data(cfg: Config) -> tuple[list[rollout.Problem], list[rollout.Problem]]:
@@ -436,15 +552,15 @@ def build_base(folder: str = "runs/base", *, steps: int = 300, batch: int = 128)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step(), opt.zero_grad(), schedule.step()
         bar.set_postfix(loss=f"{loss.item():.3f}")
-    write_folder(folder, model, tokenizer)
+    write_folder(folder, tokenizer, model)
     return folder
 
 
-def write_folder(folder: str, *parts) -> None:
-    """save_pretrained of each part, into a temporary folder that is then renamed."""
+def write_folder(folder: str, tokenizer, model: nn.Module, state_dict: dict | None = None) -> None:
+    """A Hugging Face folder, written under a temporary name; one that stands there is kept aside."""
     temporary = f"{folder}.writing"
-    for part in parts:
-        part.save_pretrained(temporary)
+    model.save_pretrained(temporary, state_dict=state_dict)
+    tokenizer.save_pretrained(temporary)
     if os.path.isdir(folder):
         os.rename(folder, f"{folder}.old-{time.time_ns()}")
     os.rename(temporary, folder)
@@ -455,33 +571,15 @@ def write_folder(folder: str, *parts) -> None:
 
 def autocast(run: Run):
     """bfloat16 compute where --compute-dtype asks for it; parameters stay as they are."""
-    if run.cfg.compute_dtype == "float32":
+    if run.cfg.compute_dtype == "float32" or run.size > 1:  # FSDP2's own policy casts
         return contextlib.nullcontext()
     return torch.autocast(run.device.type, getattr(torch, run.cfg.compute_dtype))
 
 
-def hidden_states(run: Run, b: Batch) -> Tensor:
-    """Last hidden vectors [N, H] of the states before the N trainable tokens of b."""
-    with autocast(run):
-        hidden = run.actor.base_model(
-            input_ids=b.tokens, attention_mask=b.attention.long(),
-            position_ids=positions(b.attention), use_cache=False).last_hidden_state
-    return response(hidden, b.mask.shape[1])[b.mask]
-
-
 def actor_logp(run: Run, b: Batch, *, entropy: bool = False) -> Tensor:
-    """log π(a_t|s_t) [B, T], 0 where masked, at the sampling temperature, full vocabulary.
-
-    With entropy (no gradient) [2, B, T]: that of each next-token distribution in the second place.
-    """
-    T = b.mask.shape[1]
-    hidden, weight = hidden_states(run, b), run.actor.get_output_embeddings().weight
-    logp = linear_token_logp(hidden, weight, b.tokens[:, -T:][b.mask], temperature=run.cfg.temperature)
-    values = [logp]
-    if entropy:
-        values.append(linear_entropy(hidden, weight, temperature=run.cfg.temperature))
-    out = logp.new_zeros(len(values), *b.mask.shape)
-    out[:, b.mask] = torch.stack(values)
+    """log π(a_t|s_t) [B, T], or with entropy both, [2, B, T]."""
+    with autocast(run):
+        out = run.actor(b.tokens, b.attention, b.mask, entropy)
     return out if entropy else out[0]
 
 
@@ -491,16 +589,20 @@ def critic_value(run: Run, b: Batch) -> Tensor:
         return response(run.critic(b.tokens, b.attention), b.mask.shape[1])
 
 
-def micro_batches(b: Batch, rows: Tensor, budget: int):
-    """Yields (rows, part): the given rows in groups of similar length, at most budget padded tokens
-    each (or one row), cut to their own width."""
+def micro_batches(run: Run, b: Batch, rows: Tensor):
+    """Yields (rows, part): this rank's share of the rows in groups of similar length, at most
+    token_budget padded tokens each (or one row), cut to their own width.
+
+    Every rank takes every size-th row of the same groups, so all run the same number of passes.
+    """
     length = b.attention[rows].sum(1)
-    order = rows[length.argsort(descending=True)]
+    order = rows[length.argsort(descending=True, stable=True)]
     longest = length.sort(descending=True).values.tolist()
     start = 0
     while start < len(order):
-        n = max(1, budget // max(longest[start], 1))
-        yield order[start : start + n], take(b, order[start : start + n])
+        n = max(1, run.cfg.token_budget // longest[start]) * run.size
+        share = order[start : start + n][run.rank :: run.size]
+        yield share, take(b, share)
         start += n
 
 
@@ -508,11 +610,13 @@ def micro_batches(b: Batch, rows: Tensor, budget: int):
 def score(run: Run, b: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
     """log π_old, entropy and V of every trainable token, [B, T] each, in micro-batches."""
     out = b.logp_roll.new_zeros(3, *b.mask.shape)
-    for rows, part in micro_batches(b, torch.arange(len(b.mask), device=run.device), run.cfg.token_budget):
+    for rows, part in micro_batches(run, b, torch.arange(len(b.mask), device=run.device)):
         T = part.mask.shape[1]
         out[:2, rows, :T] = actor_logp(run, part, entropy=True)
         if run.critic:
             out[2, rows, :T] = critic_value(run, part)
+    if run.size > 1:
+        dist.all_reduce(out)  # each rank has filled in its own rows
     return out[0], out[1], out[2] if run.critic else None
 
 
@@ -546,13 +650,15 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
     RuntimeError if no group is mixed in cfg.filter_rounds rounds (or all prompts).
     """
     cfg, k = run.cfg, run.method.k
+    refresh_sampler(run)
     n, unused = cfg.rollout_batch // k, torch.randperm(len(run.prompts), generator=rng)
     kept, everything, metrics, missing = [], [], {}, n
     for round in range(cfg.filter_rounds if k > 1 else 1):
         missing = n - sum(len(b.reward) for b in kept) // k
         if not missing or not len(unused):
             break
-        ids, report = select(run, unused, min(missing, len(unused)), rng)
+        wanted = -(-min(missing, len(unused)) // run.size) * run.size
+        ids, report = select(run, unused, min(wanted, len(unused)), rng)
         unused = unused[~torch.isin(unused, ids)]
         metrics = metrics or report
         batch = sample(run, ids.repeat_interleave(k), rng)
@@ -566,8 +672,9 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
         raise RuntimeError(
             f"step {run.step}: every group of {k} was all right or all wrong, in {round + 1} rounds "
             f"of prompts (success {(everything.reward > 0).float().mean():.2f}): nothing to learn from")
-    batch = concatenate(kept)
-    sampled = len(everything.reward)
+    batch, sampled = concatenate(kept), len(everything.reward)
+    usable = min(len(batch.reward) // k, n) // run.size * run.size * k
+    batch = take(batch, torch.arange(usable, device=run.device))
     return batch, metrics | {
         "rollout/success": (everything.reward > 0).float().mean().item(),
         "rollout/trajectories": len(batch.reward), "rollout/sampled": sampled,
@@ -589,32 +696,63 @@ def select(run: Run, unused: Tensor, n: int, rng: torch.Generator) -> tuple[Tens
 def initial_values(run: Run, ids: Tensor) -> Tensor:
     """V(s_0) [n] of prompts, before anything is generated."""
     lists = [run.prompts[i] for i in ids.tolist()]
-    values, per_pass = [], max(1, run.cfg.token_budget // max(map(len, lists)))
+    per_pass = max(1, run.cfg.token_budget // max(map(len, lists))) * run.size
+    values = torch.zeros(len(lists), device=run.device)
     for start in range(0, len(lists), per_pass):
+        rows = range(start, min(start + per_pass, len(lists)))[run.rank :: run.size] or [start]
         tokens, attention = rollout.left_pad(
-            lists[start : start + per_pass], run.tokenizer.pad_token_id, run.device)
+            [lists[i] for i in rows], run.tokenizer.pad_token_id, run.device)
         with autocast(run):
-            values.append(run.critic(tokens, attention)[:, -1])
-    return torch.cat(values).cpu()
+            values[list(rows)] = run.critic(tokens, attention)[:, -1]
+    if run.size > 1:
+        dist.all_reduce(values)
+    return values.cpu()
 
 
 def sample(run: Run, ids: Tensor, rng: torch.Generator) -> Batch:
     """A verified response to each of the given training prompts (an id may repeat)."""
-    return respond(run, [run.prompts[i] for i in ids.tolist()],
-                   [run.problems[i].answer for i in ids.tolist()], ids, rng, run.cfg.temperature)
+    return respond(run, run.prompts, run.problems, ids, rng, run.cfg.temperature)
 
 
-def respond(run, prompts, answers, ids, rng, temperature, model=None) -> Batch:
-    """Samples with the rollout model and verifies, on the run's device."""
-    cfg = run.cfg
-    if run.sampler and model is None:
-        for copy_, p in zip(run.sampler.parameters(), run.actor.parameters()):
-            copy_.data.copy_(p.data)
-    with autocast(run) if not run.sampler else contextlib.nullcontext():
-        return collect(
-            model or run.sampler or run.actor, run.tokenizer, prompts, answers, ids,
+def respond(run, prompts, problems, ids, rng, temperature, model=None) -> Batch:
+    """Responses to prompts[ids], each rank its share, verified; the whole batch on every rank."""
+    cfg, share = run.cfg, ids[run.rank :: run.size]
+    # the same draw on every rank keeps rng in step; the rank makes the samples differ
+    seed = int(torch.randint(2**62, (), generator=rng)) + run.rank
+    with autocast(run) if run.sampler is None else contextlib.nullcontext():
+        batch = collect(
+            model or run.sampler or run.actor.model, run.tokenizer,
+            [prompts[i] for i in share], [problems[i].answer for i in share], share,
             rollout.VERIFIERS[cfg.verifier], eos_id=run.eos_id, max_new_tokens=cfg.max_response,
-            temperature=temperature, generator=on_device(rng, run.device), max_rows=cfg.max_rows)
+            temperature=temperature, generator=torch.Generator(run.device).manual_seed(seed),
+            max_rows=cfg.max_rows)
+    if run.size == 1:
+        return batch
+    batches = [None] * run.size
+    dist.all_gather_object(batches, to(batch, "cpu"))
+    return to(concatenate(batches), run.device)
+
+
+def to(b: Batch, device) -> Batch:
+    """The batch on another device."""
+    return Batch(**{f.name: x.to(device) for f in fields(Batch) if (x := getattr(b, f.name)) is not None})
+
+
+@torch.no_grad()
+def refresh_sampler(run: Run) -> None:
+    """Copies the actor's parameters, put together from all ranks, to the model that samples.
+
+    A whole copy per rank, so that ranks may sample for different lengths of time: a forward pass of
+    the sharded model waits for the others in every layer.
+    """
+    if run.sampler:
+        for target, p in zip(run.sampler.parameters(), run.actor.model.parameters()):
+            target.copy_(gathered(p))
+
+
+def gathered(p: Tensor) -> Tensor:
+    """The whole tensor of a sharded parameter; every rank must ask."""
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
 
 
 def update_critic(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
@@ -623,17 +761,17 @@ def update_critic(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
     for _ in range(cfg.critic_epochs):
         for rows in mini_batches(run, b, rng):
             n_tokens = b.mask[rows].sum()
-            for _, part in micro_batches(b, rows, cfg.token_budget):
+            for _, part in micro_batches(run, b, rows):
                 loss, s = value_loss(
                     critic_value(run, part), part.reward, part.mask, n_tokens,
                     old_value=part.value, clip=cfg.value_clip or None)
-                loss.backward()
+                (loss * run.size).backward()  # FSDP takes the mean over ranks
                 add(stats, s)
             norm = clip_critic_grad_(run.critic, cfg.critic_clip_norm, split=cfg.critic_clip_split)
             step_if_finite(run, "critic", run.critic_opt, norm["total"])
             norms.append(norm)
     picked = {name: stats[name] for name in ("loss", "clip_share")}
-    out = means("critic", picked) | {
+    out = means("critic", global_sum(run, picked)) | {
         f"critic/grad_{name}": float(np.mean([x[name] for x in norms])) for name in norms[0]}
     over = [x["total"] > cfg.critic_clip_norm for x in norms]
     return out | {"critic/grad_clipped_share": float(np.mean(over)),
@@ -645,23 +783,24 @@ def update_actor(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
     cfg, stats, norms = run.cfg, {}, []
     for rows in mini_batches(run, b, rng):
         n_tokens = b.keep[rows].sum()  # masked tokens leave the denominator too
-        for _, part in micro_batches(b, rows, cfg.token_budget):
+        for _, part in micro_batches(run, b, rows):
             loss, s = LOSSES[run.method.loss](actor_logp(run, part), part, n_tokens, cfg)
-            loss.backward()
+            (loss * run.size).backward()  # FSDP takes the mean over ranks
             add(stats, s)
-        norm = nn.utils.clip_grad_norm_(run.actor.parameters(), cfg.clip_norm).item()
+        norm = gathered(nn.utils.clip_grad_norm_(run.actor.parameters(), cfg.clip_norm)).item()
         step_if_finite(run, "actor", run.actor_opt, norm)
         norms.append(norm)
-    return means("actor", stats) | {
+    return means("actor", global_sum(run, stats)) | {
         "actor/grad_norm": float(np.mean(norms)),
         "actor/grad_clipped_share": float(np.mean([x > cfg.clip_norm for x in norms])),
         "actor/skipped_nonfinite": run.nonfinite["actor"]}
 
 
 def mini_batches(run: Run, b: Batch, rng: torch.Generator) -> list[Tensor]:
-    """The rows of the batch, shuffled, in cfg.mini_batches parts of equal size (± 1)."""
+    """The rows of the batch, shuffled, in at most cfg.mini_batches parts that all ranks can share."""
     order = torch.randperm(len(b.mask), generator=rng).to(run.device)
-    return [rows for rows in order.tensor_split(run.cfg.mini_batches) if len(rows)]
+    each = -(-len(order) // (run.cfg.mini_batches * run.size)) * run.size
+    return list(order.split(each))
 
 
 def step_if_finite(run: Run, name: str, opt: torch.optim.Optimizer, norm: float) -> None:
@@ -685,14 +824,6 @@ def generator(run: Run, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(run.cfg.seed * 1_000_003 + step)
 
 
-def on_device(rng: torch.Generator, device: torch.device) -> torch.Generator:
-    """The generator itself on a CPU; elsewhere one seeded from it."""
-    if device.type == "cpu":
-        return rng
-    seed = int(torch.randint(2**62, (), generator=rng))
-    return torch.Generator(device).manual_seed(seed)
-
-
 class Clock:
     """clock("phase") -> {"time/phase": seconds since the last call}."""
 
@@ -712,6 +843,15 @@ def add(total: dict, stats: dict) -> None:
     for name, (s, n) in stats.items():
         have = total.get(name, (0.0, 0.0))
         total[name] = (have[0] + s, have[1] + n)
+
+
+def global_sum(run: Run, stats: dict) -> dict:
+    """(sum, count) pairs added up over all ranks."""
+    if run.size == 1:
+        return stats
+    flat = torch.tensor([float(x) for pair in stats.values() for x in pair], dtype=torch.float64)
+    dist.all_reduce(flat)
+    return dict(zip(stats, flat.view(-1, 2).tolist()))
 
 
 def means(prefix: str, stats: dict) -> dict[str, float]:
@@ -769,11 +909,11 @@ def evaluate(run: Run) -> dict[str, float]:
     cfg, n, k = run.cfg, len(run.eval_prompts), run.cfg.eval_k
     if not n:
         return {}
+    refresh_sampler(run)
     ids = torch.arange(n).repeat_interleave(k)
     rng = torch.Generator().manual_seed(cfg.seed)
-    b = respond(run, [run.eval_prompts[i] for i in ids], [run.eval_problems[i].answer for i in ids],
-                ids, rng, cfg.eval_temperature)
-    right = (b.reward > 0).float().view(n, k).cpu()
+    b = respond(run, run.eval_prompts, run.eval_problems, ids, rng, cfg.eval_temperature)
+    right = (b.reward[b.prompt_id.argsort(stable=True)] > 0).float().view(n, k).cpu()
     out = {f"eval/avg@{k}": right.mean().item(), f"eval/pass@{k}": right.amax(1).mean().item(),
            "eval/length": b.mask.sum(1).float().mean().item(),
            "eval/truncated": b.truncated.float().mean().item()}
@@ -796,51 +936,153 @@ def write_json(path: str, value) -> None:
 
 def log(run: Run, metrics: dict[str, float]) -> None:
     """One line of metrics.jsonl; a number that is not finite is written as null."""
+    if run.rank:
+        return
     clean = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
     with open(os.path.join(run.cfg.out, "metrics.jsonl"), "a") as file:
         file.write(json.dumps({"step": run.step, **clean}) + "\n")
 
 
-def save(run: Run) -> str:
-    """A checkpoint of all state, under a temporary name first; the last cfg.keep stay."""
-    folder = os.path.join(run.cfg.out, "checkpoints")
-    os.makedirs(folder, exist_ok=True)
-    state = {"step": run.step, "before": run.before, "nonfinite": run.nonfinite,
-             "actor": run.actor.state_dict(), "actor_opt": run.actor_opt.state_dict()}
-    if run.critic:
-        state |= {"critic": run.critic.state_dict(), "critic_opt": run.critic_opt.state_dict()}
+def state_of(run: Run) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name, themselves and not copies: parameters, AdamW's moments
+    by the name of their parameter, DAPS's counts. Nothing else goes there: tensors run no code."""
+    state = {}
+    for name, module, opt in (("actor", run.actor, run.actor_opt), ("critic", run.critic, run.critic_opt)):
+        if module is None:
+            continue
+        state |= {f"{name}.{key}": x for key, x in module.state_dict().items()}
+        for key, p in module.named_parameters():
+            if not opt.state[p]:  # before the first step
+                opt.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p),
+                                "exp_avg_sq": torch.zeros_like(p)}
+            state |= {f"{name}_opt.{key}.{part}": x for part, x in opt.state[p].items()}
     if run.daps:
-        state["daps"] = run.daps.state_dict()
-    path = os.path.join(folder, f"step-{run.step:06d}.pt")
-    torch.save(state, path + ".writing")
-    os.replace(path + ".writing", path)
-    for name in sorted(x for x in os.listdir(folder) if x.endswith(".pt"))[: -run.cfg.keep]:
-        os.remove(os.path.join(folder, name))
+        state |= {f"daps.{key}": x for key, x in run.daps.state_dict().items()}
+    return state
+
+
+def save(run: Run) -> str:
+    """A checkpoint under a temporary name, then renamed; the last cfg.keep stay. Every rank calls it.
+
+    OSError if it cannot be written, after which the one before is as it was.
+    """
+    folder = os.path.join(run.cfg.out, "checkpoints")
+    path = os.path.join(folder, f"step-{run.step:06d}")
+    if os.path.isdir(path):
+        return path
+    try:
+        if run.rank == 0:
+            shutil.rmtree(path + ".writing", ignore_errors=True)
+            os.makedirs(path + ".writing")
+        wait(run)
+        dcp.save(state_of(run), checkpoint_id=path + ".writing", no_dist=run.size == 1)
+        if run.rank == 0:
+            write_json(os.path.join(path + ".writing", "state.json"), {
+                "step": run.step, "before": run.before, "nonfinite": run.nonfinite, "ranks": run.size})
+            os.rename(path + ".writing", path)
+    except (OSError, dcp.api.CheckpointException) as error:
+        raise OSError(f"could not write {path}: {str(error).splitlines()[-1]}; "
+                      f"last checkpoint: {(checkpoints(run.cfg.out) or ['none'])[-1]}") from None
+    wait(run)
+    if run.rank == 0:
+        for old in checkpoints(run.cfg.out)[: -run.cfg.keep]:
+            shutil.rmtree(old)
     return path
 
 
-def load(run: Run, folder: str) -> None:
-    """Restores the last checkpoint of a run folder; metrics written after it are dropped."""
-    where = os.path.join(folder, "checkpoints")
-    names = sorted(x for x in os.listdir(where) if x.endswith(".pt")) if os.path.isdir(where) else []
-    if not names:
-        raise ValueError(f"--resume: expected a checkpoint in {where}, found none")
-    # weights_only: nothing in a checkpoint can run code
-    state = torch.load(os.path.join(where, names[-1]), map_location=run.device, weights_only=True)
-    run.step, run.before, run.nonfinite = state["step"], state["before"], state["nonfinite"]
-    run.actor.load_state_dict(state["actor"])
-    run.actor_opt.load_state_dict(state["actor_opt"])
-    if run.critic:
-        run.critic.load_state_dict(state["critic"])
-        run.critic_opt.load_state_dict(state["critic_opt"])
+def checkpoints(out: str) -> list[str]:
+    """Whole checkpoints of a run folder, oldest first."""
+    folder = os.path.join(out, "checkpoints")
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [os.path.join(folder, x) for x in sorted(names) if re.fullmatch(r"step-\d{6}", x)]
+
+
+def wait(run: Run) -> None:
+    """Until every rank is here."""
+    if run.size > 1:
+        dist.barrier()
+
+
+class PlainReader(dcp.FileSystemReader):
+    """Reads a checkpoint whose index names nothing but the index's own classes: torch reads tensors
+    with weights_only, but the index with a pickle that could call anything."""
+
+    def read_metadata(self, *args, **kwargs):
+        """The index, or pickle.UnpicklingError."""
+        with open(self.path / ".metadata", "rb") as file:
+            metadata = PlainUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Knows tensor descriptions and their places in files, nothing else."""
+
+    KNOWN = {
+        "torch.distributed.checkpoint.metadata": {
+            "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.serialization": {"_get_layout"}, "pathlib": {"PosixPath", "WindowsPath"},
+        "torch": {"Size", "float64", "float32", "bfloat16", "float16", "int64", "bool", "uint8"},
+    }
+
+    def find_class(self, module: str, name: str):
+        """The class, or pickle.UnpicklingError if it is not one of KNOWN."""
+        if name not in self.KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"expected an index of tensors, found {module}.{name}")
+        return super().find_class(module, name)
+
+
+def load(run: Run) -> None:
+    """Restores the last checkpoint of the run folder; metrics written after it are dropped."""
+    found = checkpoints(run.cfg.out)
+    if not found:
+        raise ValueError(f"--resume: expected a checkpoint in {run.cfg.out}/checkpoints, found none")
+    with open(os.path.join(found[-1], "state.json")) as file:
+        saved = json.load(file)
+    state = state_of(run)
+    try:
+        dcp.load(state, storage_reader=PlainReader(found[-1]), no_dist=run.size == 1)
+    except (dcp.api.CheckpointException, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"--resume: expected a checkpoint of this model in {found[-1]}, found another "
+                         f"or damage: {str(error).splitlines()[-1]}") from None
+    run.step, run.before, run.nonfinite = saved["step"], saved["before"], saved["nonfinite"]
     if run.daps:
-        run.daps.load_state_dict(state["daps"])
-    path = os.path.join(folder, "metrics.jsonl")
+        run.daps.load_state_dict({key: state[f"daps.{key}"] for key in run.daps.state_dict()})
+    if saved["ranks"] != run.size:
+        print(f"written by {saved['ranks']} ranks, resumed on {run.size}: parameters, moments and "
+              "counts are exact, the samples from here on are others")
+    if run.rank == 0:
+        cut_metrics(run)
+
+
+def cut_metrics(run: Run) -> None:
+    """Drops the lines of metrics.jsonl after run.step, and one that a kill left torn."""
+    path = os.path.join(run.cfg.out, "metrics.jsonl")
     with open(path) as file:
-        lines = [line for line in file if json.loads(line)["step"] <= run.step]
+        lines = [line for line in file if line.endswith("}\n") and json.loads(line)["step"] <= run.step]
     with open(path + ".writing", "w") as file:
         file.writelines(lines)
     os.replace(path + ".writing", path)
+
+
+def export(run: Run) -> None:
+    """Actor and critic as Hugging Face folders in the run folder, put together from all ranks."""
+    for name, module in (("actor", run.actor), ("critic", run.critic)):
+        folder = os.path.join(run.cfg.out, name)
+        state = {}
+        for key, x in (module.state_dict() if module else {}).items():
+            whole = gathered(x)
+            if run.rank == 0:
+                state[key] = whole.cpu()
+        if run.rank == 0 and name == "actor":
+            write_folder(folder, run.tokenizer, model=run.actor.model, state_dict={
+                key.removeprefix("model."): x for key, x in state.items()})
+        elif run.rank == 0 and module:
+            module.save_pretrained(folder, state)
+    wait(run)
 
 
 # --------------------------------------------------------------------------------------- stages
@@ -851,61 +1093,68 @@ def make_pool(run: Run) -> TrajectoryPool:
     cfg = run.cfg
     if cfg.pool:
         return TrajectoryPool.open(cfg.pool)
-    pool = TrajectoryPool(os.path.join(cfg.out, "pool"))
+    folder = os.path.join(cfg.out, "pool")
+    pool = TrajectoryPool(folder) if run.rank == 0 else None
     # assumption: a lower temperature stands in for a stronger policy where no later one exists yet
     temperatures = [float(x) for x in cfg.pool_temperatures.split(",")]
     policies = [(path, t) for path in ["", *filter(None, cfg.pool_models.split(","))] for t in temperatures]
     rng = torch.Generator().manual_seed(cfg.seed + 1)
-    n = max(1, min(cfg.pool_size, 8 * cfg.max_rows))
-    bar = tqdm(total=cfg.pool_size * len(policies), desc="coverage pool", dynamic_ncols=True)
+    bar = tqdm(total=cfg.pool_size * len(policies), desc="coverage pool", disable=run.rank > 0)
     for label, (path, temperature) in enumerate(policies):
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=run.actor.dtype, trust_remote_code=cfg.trust_remote_code
-        ).to(run.device) if path else None
-        left = cfg.pool_size
-        while left:
-            ids = torch.randint(len(run.prompts), (min(n, left),), generator=rng)
-            batch = respond(run, [run.prompts[i] for i in ids], [run.problems[i].answer for i in ids],
-                            ids, rng, temperature, model)
-            pool.append(batch, label)
-            left -= len(ids)
-            bar.update(len(ids))
+            path, dtype=getattr(torch, cfg.rollout_dtype or cfg.dtype),
+            trust_remote_code=cfg.trust_remote_code).to(run.device) if path else None
+        for start in range(0, cfg.pool_size, 8 * cfg.max_rows * run.size):
+            n = min(8 * cfg.max_rows * run.size, cfg.pool_size - start)
+            ids = torch.randint(len(run.prompts), (n,), generator=rng)
+            batch = respond(run, run.prompts, run.problems, ids, rng, temperature, model)
+            if pool is not None:
+                pool.append(batch, label)
+            bar.update(n)
             bar.set_postfix(policy=f"{os.path.basename(path) or 'base'} at {temperature}",
                             success=f"{(batch.reward > 0).float().mean():.2f}")
     bar.close()
-    return pool
+    wait(run)
+    return TrajectoryPool.open(folder)
 
 
-def prepare_critic(run: Run, resumed: bool) -> None:
-    """A critic that starts from the actor's backbone: loaded, or pretrained on a coverage pool."""
+def prepare_critic(run: Run, path: str = "") -> None:
+    """A critic of the folder `path`, or one that starts from the actor's backbone; its optimizer."""
     cfg = run.cfg
     torch.manual_seed(cfg.seed)  # the head's weights
-    path = cfg.critic or cfg.model or build_base()
-    run.critic = Critic.from_pretrained(path, dtype=getattr(torch, cfg.dtype)).to(run.device)
+    critic = Critic.from_pretrained(path or cfg.model or build_base(), dtype=getattr(torch, cfg.dtype))
+    run.critic = shard(critic, critic.backbone.config, cfg, run.size, run.device, critic.head)
     run.critic_opt = optimizer(run.critic, cfg.critic_lr, cfg.weight_decay)
-    if cfg.critic or resumed:
-        return
+
+
+def pretrain_critic(run: Run) -> None:
+    """Value pretraining on a coverage pool; the critic is kept in critic-pretrained/."""
+    cfg = run.cfg
     pool = make_pool(run)
     print("\nshare correct (trajectories) by length and policy\n"
           + format_coverage(coverage_table(pool.index)) + "\n")
     n = min(cfg.pretrain_size or len(pool), len(pool))
     stats = pretrain(
-        run.critic, pool, pool.sample(n, seed=cfg.seed), epochs=cfg.pretrain_epochs, batch_size=cfg.pretrain_batch,
-        token_budget=cfg.token_budget, peak=cfg.pretrain_lr, final=cfg.pretrain_lr_final,
-        max_norm=cfg.critic_clip_norm, split=cfg.critic_clip_split, seed=cfg.seed,
-        autocast_dtype=None if cfg.compute_dtype == "float32" else getattr(torch, cfg.compute_dtype))
-    write_json(os.path.join(cfg.out, "pretrain.json"), stats)
-    run.critic.save_pretrained(os.path.join(cfg.out, "critic-pretrained"))
+        run.critic, pool, pool.sample(n, seed=cfg.seed), epochs=cfg.pretrain_epochs,
+        batch_size=cfg.pretrain_batch, token_budget=cfg.token_budget, peak=cfg.pretrain_lr,
+        final=cfg.pretrain_lr_final, max_norm=cfg.critic_clip_norm, split=cfg.critic_clip_split,
+        seed=cfg.seed, progress=run.rank == 0, rank=run.rank, world=run.size,
+        autocast_dtype=None if cfg.compute_dtype == "float32" or run.size > 1
+        else getattr(torch, cfg.compute_dtype))
+    state = {key: gathered(x) for key, x in run.critic.state_dict().items()}
+    if run.rank == 0:
+        write_json(os.path.join(cfg.out, "pretrain.json"), stats)
+        run.critic.save_pretrained(os.path.join(cfg.out, "critic-pretrained"), state)
     print(f"critic: loss {stats['loss_first']:.3f} → {stats['loss_last']:.3f} (first and last 20 steps), "
           f"EV on held-out prompts {stats['ev_before']:.2f} → {stats['ev_after']:.2f}, "
           f"{stats['clip_share']:.0%} of the steps clipped\n")
 
 
 def train(run: Run) -> None:
-    """Steps up to cfg.steps, with metrics, evaluations and checkpoints."""
+    """Steps up to cfg.steps, with metrics, evaluations and checkpoints; Ctrl-C ends it after a step."""
     cfg = run.cfg
-    bar = tqdm(total=cfg.steps, initial=run.step, desc=cfg.method, dynamic_ncols=True)
-    with bar:
+    bar = tqdm(total=cfg.steps, initial=run.step, desc=cfg.method, disable=run.rank > 0)
+    with bar, ctrl_c(run):
         while run.step < cfg.steps:
             metrics = train_step(run)
             if cfg.eval_every and run.step % cfg.eval_every == 0 and run.step < cfg.steps:
@@ -918,6 +1167,30 @@ def train(run: Run) -> None:
                 clip=f"{metrics.get('actor/clip_share', math.nan):.3f}")
             if cfg.save_every and run.step % cfg.save_every == 0:
                 save(run)
+            if global_sum(run, {"stop": (float(run.stop), 1.0)})["stop"][0]:
+                save(run)
+                raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ctrl_c(run: Run):
+    """SIGINT and SIGTERM ask for a stop after the step, since half a step cannot be resumed.
+
+    A second Ctrl-C stops at once; not under torchrun, which passes the first one on a second time.
+    """
+
+    def ask(signum, frame):
+        if signum == signal.SIGINT and run.stop and run.size == 1:
+            raise KeyboardInterrupt
+        run.stop = True
+        print("\nstopping after this step", file=sys.stderr)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def finish(run: Run) -> int:
@@ -926,10 +1199,9 @@ def finish(run: Run) -> int:
     save(run)
     after = evaluate(run)
     log(run, after)
-    write_json(os.path.join(cfg.out, "result.json"), {"before": run.before, "after": after})
-    write_folder(os.path.join(cfg.out, "actor"), run.actor, run.tokenizer)
-    if run.critic:
-        run.critic.save_pretrained(os.path.join(cfg.out, "critic"))
+    export(run)
+    if run.rank == 0:
+        write_json(os.path.join(cfg.out, "result.json"), {"before": run.before, "after": after})
     if not after:
         print(f"done, no held-out problems to evaluate on; files in {cfg.out}")
         return 0
@@ -942,43 +1214,58 @@ def finish(run: Run) -> int:
     return 0 if reached else 1
 
 
+def start(cfg: Config, resumed: bool) -> Run:
+    """All stages up to the first step: base policy, evaluation, pool and pretraining; or a resume."""
+    run = setup(cfg)
+    os.makedirs(cfg.out, exist_ok=True)
+    if run.rank == 0:
+        write_json(os.path.join(cfg.out, "config.json"), asdict(cfg))
+    needs_critic = run.method.value == "critic"
+    if needs_critic:
+        prepare_critic(run, cfg.critic)
+    if resumed:
+        load(run)
+        return run
+    run.before = evaluate(run)
+    log(run, run.before)
+    if needs_critic and not cfg.critic:
+        pretrain_critic(run)
+    return run
+
+
 def main(argv: list[str]) -> int:
-    cfg, resume = parse(argv)
+    """Command line -> exit status: 0, 1 (stopped, or below the target), 2 (bad input), 130 (Ctrl-C)."""
+    rank = int(os.environ.get("RANK", 0))
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+    out = sys.stdout if rank == 0 else open(os.devnull, "w")  # one rank speaks; all report errors
+    who = f"rank {rank}: " if "RANK" in os.environ else ""
     run = None
-    try:
-        check(cfg)
-        if not cfg.out:
-            cfg.out = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}-{cfg.seed}"
-        if not resume and os.path.exists(os.path.join(cfg.out, "config.json")):
-            raise ValueError(f"--out: expected a folder without a run, found one in {cfg.out} "
-                             "(--resume goes on with it)")
-        run = setup(cfg)
-        os.makedirs(cfg.out, exist_ok=True)
-        write_json(os.path.join(cfg.out, "config.json"), asdict(cfg))
-        if not resume:
-            run.before = evaluate(run)
-            log(run, run.before)
-        if run.method.value == "critic":
-            prepare_critic(run, bool(resume))
-        if resume:
-            load(run, cfg.out)
-        train(run)
-        return finish(run)
-    except KeyboardInterrupt:
-        if run is None or run.step == 0:
-            print("\ninterrupted before the first step: there is nothing to resume")
-        else:
-            print(f"\ninterrupted; {save(run)} written, go on with --resume {cfg.out}")
-        return 130
-    except (FloatingPointError, RuntimeError) as error:
-        where = f" (checkpoint {save(run)})" if run and run.step else ""
-        print(f"stopped: {error}{where}", file=sys.stderr)
-        return 1
-    except (ValueError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with contextlib.redirect_stdout(out):
+        try:
+            cfg, resume = parse(argv)
+            check(cfg)
+            if not resume and os.path.exists(os.path.join(cfg.out, "config.json")):
+                raise ValueError(f"--out: expected a folder without a run, found one in {cfg.out} "
+                                 "(--resume goes on with it)")
+            run = start(cfg, bool(resume))
+            train(run)
+            return finish(run)
+        except KeyboardInterrupt:
+            last = checkpoints(cfg.out)
+            print(f"\ninterrupted; {last[-1]} is there, go on with --resume {cfg.out}" if last
+                  else "\ninterrupted before the first checkpoint: there is nothing to resume")
+            return 130
+        except FloatingPointError as error:
+            print(f"{who}stopped: {error}; checkpoint {save(run)}", file=sys.stderr)
+            return 1
+        except RuntimeError as error:
+            print(f"{who}stopped: {error}", file=sys.stderr)
+            return 1
+        except (ValueError, ImportError, OSError) as error:
+            print(f"{who}error: {error}", file=sys.stderr)
+            return 2
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ loses at most its own append. One writer at a time, any number of readers.
 Shapes: tokens, attention [B, S], mask [B, T], reward [B], S = P + T (prompt left-, response
 right-padded). Length = sampled tokens. Bucket k of the edges e holds e[k−1] < length ≤ e[k].
 
-What the paper leaves open is marked `assumption`. Left out: sharding, resuming half-way.
+What the paper leaves open is marked `assumption`. Left out: resuming half-way.
 
     python value_pretrain.py               a pool of three policies, its coverage, a tiny critic
     python value_pretrain.py --pool DIR    the coverage table of an existing pool
@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 from critic import Critic, clip_critic_grad_, explained_variance, value_loss
@@ -364,16 +365,20 @@ def freeze_for_pretraining_(critic: Critic) -> list[str]:
     return frozen
 
 
-def micro_batches(index: np.ndarray, rows: np.ndarray, token_budget: int) -> list[np.ndarray]:
+def micro_batches(
+    index: np.ndarray, rows: np.ndarray, token_budget: int, world: int = 1
+) -> list[np.ndarray]:
     """rows [B] in groups of similar length, each (P + T) × rows ≤ token_budget or a single row.
 
-    Longest first, so that a lack of memory shows in the first step and not after an hour.
+    Longest first, so that a lack of memory shows in the first step and not after an hour. With
+    `world` ranks, each takes every world-th row of every group: all run the same number of passes.
     """
     prompt, answer = index["prompt_length"][rows].tolist(), index["response_length"][rows].tolist()
     groups, group, P, T = [], [], 0, 0
     for i in sorted(range(len(rows)), key=lambda i: -(prompt[i] + answer[i])):
         P, T = max(P, prompt[i]), max(T, answer[i])
-        if group and (len(group) + 1) * (P + T) > token_budget:
+        full = (len(group) // world + 1) * (P + T) > token_budget
+        if group and full and len(group) % world == 0:
             groups.append(rows[group])
             group, P, T = [], prompt[i], answer[i]
         group.append(i)
@@ -395,18 +400,22 @@ def predict(
 def accumulate_gradient(
     critic: Critic, pool: TrajectoryPool, rows: np.ndarray, *,
     token_budget: int = 32_768, autocast_dtype: torch.dtype | None = None,
+    rank: int = 0, world: int = 1,
 ) -> torch.Tensor:
     """Add the gradient of one step over all rows to .grad, in micro-batches; returns the loss [].
 
-    Divided by the step's own number of sampled tokens, so the budget does not change the result.
+    Divided by the step's own number of sampled tokens, so that neither the budget nor the number
+    of ranks changes the result.
     """
     n_tokens = int(pool.index["sampled"][rows].sum())
-    total = 0.0
-    for part in micro_batches(pool.index, rows, token_budget):
-        value, target, mask = predict(critic, pool, part, autocast_dtype)
+    total = torch.zeros((), device=next(critic.parameters()).device)
+    for group in micro_batches(pool.index, rows, token_budget, world):
+        value, target, mask = predict(critic, pool, group[rank::world], autocast_dtype)
         loss, _ = value_loss(value, target, mask, n_tokens)   # Σ ½ (V(s_t) − R)² / N
-        loss.backward()
-        total = total + loss.detach()
+        (loss * world).backward()                             # FSDP takes the mean over ranks
+        total += loss.detach()
+    if world > 1:
+        dist.all_reduce(total)
     return total
 
 
@@ -414,14 +423,16 @@ def accumulate_gradient(
 def held_out_ev(
     critic: Critic, pool: TrajectoryPool, rows: np.ndarray, *,
     token_budget: int = 32_768, autocast_dtype: torch.dtype | None = None,
+    rank: int = 0, world: int = 1,
 ) -> float:
     """EV = 1 − Var(R − V)/Var(R) over the sampled tokens of rows; NaN for none or equal returns."""
-    if not len(rows):
-        return math.nan
-    parts = []
-    for part in micro_batches(pool.index, rows, token_budget):
-        value, target, mask = predict(critic, pool, part, autocast_dtype)
+    parts = [torch.empty(2, 0)]
+    for group in micro_batches(pool.index, rows, token_budget, world) if len(rows) else []:
+        value, target, mask = predict(critic, pool, group[rank::world], autocast_dtype)
         parts.append(torch.stack([value[mask], target[mask]]).cpu())
+    parts = [torch.cat(parts, dim=1)] * world
+    if world > 1:
+        dist.all_gather_object(parts, parts[0])
     value, target = torch.cat(parts, dim=1)[:, None]   # [1, N] each
     return explained_variance(value, target, torch.ones_like(value))
 
@@ -438,6 +449,7 @@ def pretrain(
     autocast_dtype: torch.dtype | None = None,
     seed: int | np.random.Generator = 0,
     progress: bool = True,
+    rank: int = 0, world: int = 1,
 ) -> dict:
     """Fit V to R in place, on the critic's device, in the mode (train or eval) it is in. S3AC §3.3.
 
@@ -445,7 +457,8 @@ def pretrain(
     explained variance, so no prompt is on both sides; at most eval_rows of their trajectories are
     used. token_budget: padded tokens of a micro-batch, a matter of memory alone. split: clip head
     and backbone each by its own norm. Keep float32 weights and pass autocast_dtype=torch.bfloat16:
-    a step of 1e-5 is lost in bfloat16 weights.
+    a step of 1e-5 is lost in bfloat16 weights. rank, world: of a critic that fully_shard has taken
+    apart; every rank calls this with the same pool and arguments.
 
     Returns frozen (names) · steps · tokens (trained on, all epochs) · loss_first, loss_last (mean
     of 20 steps) · clip_share · head_share (of the squared gradient norm) · ev_before, ev_after ·
@@ -456,8 +469,10 @@ def pretrain(
     """
     rng = np.random.default_rng(seed)
     batches, test = _plan(pool, rows, epochs, batch_size, held_out, rng)
-    test = test[:eval_rows]
-    how = {"token_budget": token_budget, "autocast_dtype": autocast_dtype}
+    batches = [b[:len(b) // world * world] for b in batches if len(b) >= world]
+    test = test[:min(len(test), eval_rows) // world * world]
+    how = {"token_budget": token_budget, "autocast_dtype": autocast_dtype,
+           "rank": rank, "world": world}
     curve = {name: [] for name in ("lr", "loss", "grad_norm", "head_share", "clipped")}
     tokens = skipped = in_a_row = 0
     trainable = [p for p in critic.parameters() if p.requires_grad]
