@@ -13,6 +13,7 @@ import pickle
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -2973,3 +2974,150 @@ def test_train_target_is_the_exit_status(go, capsys):
     assert go("--steps 1 --out r --target 1.1") == 1
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert "below the target 1.1" in last and last.endswith("files in r")
+
+
+# ---------------------------------------------------------------------------- train.py on two ranks
+
+
+def _updates(run, batch, out=None):
+    """Scores and updates of one given batch: metrics, and every parameter afterwards, whole."""
+    for opt in (run.actor_opt, run.critic_opt):  # Adam divides by tiny numbers: compare SGD
+        opt.step = torch.optim.SGD(opt.param_groups[0]["params"], 0.1).step
+    batch.logp_old, entropy, batch.value = train.score(run, batch)
+    batch.advantage, batch.keep = train.ADVANTAGES["gae"](batch, run.cfg), batch.mask
+    rng = torch.Generator().manual_seed(0)
+    metrics = train.update_critic(run, batch, rng) | train.update_actor(run, batch, rng)
+    named = {**run.actor.state_dict(), **run.critic.state_dict()}
+    tensors = {name: train.gathered(x).clone() for name, x in named.items()}
+    tensors |= {"logp_old": batch.logp_old, "value": batch.value, "entropy": entropy}
+    if out and run.rank == 0:
+        torch.save((tensors, metrics), out)
+    return tensors, metrics
+
+
+def _rank(rank, folder, base, port, flags):
+    """One of two processes: the updates, then sampling and selection with uneven lengths."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    rollout.VERIFIERS["even"], train.build_base = _even, lambda: base
+    run = train.setup(train.parse([*TINY, *flags])[0])
+    train.prepare_critic(run)
+    batch = torch.load(os.path.join(folder, "batch.pt"), weights_only=False)
+    _updates(run, batch, os.path.join(folder, "two.pt"))
+    sampled, metrics = train.rollout_batch(run, train.generator(run, 1))
+    ids = torch.arange(5)
+    torch.save((sampled, train.initial_values(run, ids), train.evaluate(run), metrics),
+               os.path.join(folder, f"rank{rank}.pt"))
+    torch.distributed.destroy_process_group()
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("flags", [("--token-budget", "60"), ("--checkpoint-activations",)])
+def test_train_two_ranks_are_one_process(base, monkeypatch, tmp_path, flags):
+    """FSDP2 on two processes: scores, losses, norms and updated weights of one, to 1e-6, with
+    uneven lengths; then both ranks hold the same sampled batch, from different draws."""
+    run = _run(base, monkeypatch, *flags)
+    batch, _ = train.rollout_batch(run, train.generator(run, 0))
+    assert len(set(batch.mask.sum(1).tolist())) > 3
+    torch.save(batch, tmp_path / "batch.pt")
+    one, metrics = _updates(run, batch)
+    torch.multiprocessing.spawn(_rank, (str(tmp_path), base, _free_port(), flags), nprocs=2)
+    two, theirs = torch.load(tmp_path / "two.pt")
+    assert one.keys() == two.keys()
+    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-6
+    assert metrics.keys() == theirs.keys()
+    same = [x for x in metrics if "padding" not in x]
+    assert all(abs(metrics[x] - theirs[x]) < 1e-5 * max(1, abs(metrics[x])) for x in same)
+    (a, va, ea, ma), (b, vb, eb, mb) = (
+        torch.load(tmp_path / f"rank{r}.pt", weights_only=False) for r in (0, 1))
+    assert torch.equal(a.tokens, b.tokens) and torch.equal(va, vb) and ea == eb and ma == mb
+    assert len(a.mask) == 16 and a.prompt_id.unique().numel() == 16
+
+
+def _command(*flags, ranks=0, script="train.py"):
+    """A run in a process of its own, by torchrun where ranks are given -> Popen."""
+    script = os.path.join(os.path.dirname(os.path.abspath(train.__file__)), script)
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port",
+              str(_free_port())] if ranks else []
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, *launch, script, *flags], env=env,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_train_killed_at_any_moment_goes_on_bit_for_bit(base, tmp_path, monkeypatch):
+    """SIGKILL while the third checkpoint is being written, resume, = the uninterrupted run."""
+    monkeypatch.chdir(tmp_path)
+    flags = [x for x in TINY if x not in ("--verifier", "even")]
+    flags = [*flags, "--verifier", "chain", "--model", base, "--steps", "4", "--save-every", "1"]
+    killed = _command(*flags, "--out", "killed")
+    while killed.poll() is None and not os.path.exists("killed/checkpoints/step-000003.writing"):
+        pass
+    killed.kill()
+    killed.wait()
+    assert len(train.checkpoints("killed")) >= 1
+    again = _command("--resume", "killed")
+    assert again.wait() == 0, again.stdout.read()
+    whole = _command(*flags, "--out", "whole")
+    assert whole.wait() == 0, whole.stdout.read()
+    assert _equal(_last_state("killed")[0], _last_state("whole")[0])
+
+
+def test_train_a_failing_rank_ends_the_run_with_its_message(base, tmp_path, monkeypatch):
+    """Rank 1 fails while rank 0 waits in a collective: the whole run ends, and says why."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "failing.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {os.path.dirname(os.path.abspath(train.__file__))!r})
+import train
+def score(run, batch):
+    if run.rank == 1:
+        raise RuntimeError("the disk of rank 1 is gone")
+    return scored(run, batch)
+scored, train.score = train.score, score
+sys.exit(train.main(sys.argv[1:]))
+""")
+    flags = [x for x in TINY if x not in ("--verifier", "even")]
+    run = _command(*flags, "--verifier", "chain", "--model", base, "--steps", "1", "--out", "r",
+                   "--method", "reinforce++", ranks=2, script=str(script))
+    said = run.communicate()[0]
+    assert run.returncode != 0 and "rank 1: stopped: the disk of rank 1 is gone" in said
+
+
+def test_train_two_ranks_need_an_even_share(base, tmp_path, monkeypatch):
+    """Prompts that the processes do not divide, or a shard size that does not: one sentence."""
+    cfg = train.parse([*TINY, "--rollout-batch", "15", "--mini-batches", "2"])[0]
+    with pytest.raises(ValueError, match="--rollout-batch: expected prompts per step"):
+        train.check_ranks(cfg, 2)
+    cfg = train.parse([*TINY, "--shard-size", "3"])[0]
+    with pytest.raises(ValueError, match="--shard-size: expected a divisor of the 4 processes"):
+        train.check_ranks(cfg, 4)
+    with pytest.raises(ValueError, match="expected a list of 2 layers to shard, found none"):
+        train.layers_of(nn.Linear(1, 1), LlamaConfig(num_hidden_layers=2))
+
+
+def test_train_token_budget_keeps_padding_low(base, monkeypatch):
+    """Long-tailed lengths, sorted and cut by a budget: under 15 % of the tokens are padding, every
+    row is in exactly one share, and both ranks have as many passes."""
+    run = _run(base, monkeypatch, "--token-budget", "2048")
+    g = torch.Generator().manual_seed(0)
+    length = (-torch.rand(256, generator=g).log() * 60).long().clamp(1, 400)
+    mask = torch.arange(400) < length[:, None]
+    attention = torch.cat([torch.ones(256, 6).bool(), mask], 1)
+    batch = Batch(attention.long(), attention, mask, torch.arange(256), torch.ones(256),
+                  torch.zeros(256).bool(), mask.float())
+    rows, run.size, shares = torch.arange(256), 2, []
+    for run.rank in (0, 1):
+        shares.append(list(train.micro_batches(run, batch, rows)))
+    assert len(shares[0]) == len(shares[1]) > 3
+    assert torch.cat([r for s in shares for r, _ in s]).sort().values.equal(rows)
+    parts = [part for s in shares for _, part in s]
+    padded = sum(part.tokens.numel() for part in parts)
+    assert 1 - attention.sum() / padded < 0.15
+    assert all(part.tokens.numel() <= 2048 or len(part.mask) == 1 for part in parts)

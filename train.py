@@ -597,13 +597,24 @@ def micro_batches(run: Run, b: Batch, rows: Tensor):
     """
     length = b.attention[rows].sum(1)
     order = rows[length.argsort(descending=True, stable=True)]
-    longest = length.sort(descending=True).values.tolist()
-    start = 0
-    while start < len(order):
-        n = max(1, run.cfg.token_budget // longest[start]) * run.size
-        share = order[start : start + n][run.rank :: run.size]
+    for start, stop in groups(
+            length.sort(descending=True).values.tolist(), run.cfg.token_budget * run.size, run.size):
+        share = order[start:stop][run.rank :: run.size]
         yield share, take(b, share)
-        start += n
+
+
+def groups(lengths: list[int], budget: int, size: int = 1) -> list[tuple[int, int]]:
+    """Cuts descending lengths into (start, stop) of at most budget padded tokens, a multiple of size
+    rows each. A group also ends where padding would be over 15 % of it, unless it is a trifle."""
+    cuts, start, real = [], 0, 0
+    for stop in range(size, len(lengths) + 1, size):
+        more = sum(lengths[stop - size : stop])
+        padded, real = lengths[start] * (stop - start), real + more
+        wasteful = padded - real > max(0.15 * padded, budget / 16)
+        if stop - size > start and (padded > budget or wasteful):
+            cuts.append((start, stop - size))
+            start, real = stop - size, more
+    return [*cuts, (start, len(lengths))]
 
 
 @torch.no_grad()
@@ -614,7 +625,7 @@ def score(run: Run, b: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         T = part.mask.shape[1]
         out[:2, rows, :T] = actor_logp(run, part, entropy=True)
         if run.critic:
-            out[2, rows, :T] = critic_value(run, part)
+            out[2, rows, :T] = torch.where(part.mask, critic_value(run, part), 0.0)
     if run.size > 1:
         dist.all_reduce(out)  # each rank has filled in its own rows
     return out[0], out[1], out[2] if run.critic else None
@@ -625,7 +636,7 @@ def score(run: Run, b: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def train_step(run: Run) -> dict[str, float]:
     """One rollout batch and its updates (S3AC §3), -> metrics."""
-    cfg, method, clock = run.cfg, run.method, Clock()
+    cfg, method, clock = run.cfg, run.method, Clock(run)
     rng = generator(run, run.step)
     batch, metrics = rollout_batch(run, rng)
     metrics |= clock("rollout")
@@ -641,7 +652,7 @@ def train_step(run: Run) -> dict[str, float]:
     run.step += 1
     if cfg.show_every and (run.step - 1) % cfg.show_every == 0:
         tqdm.write(show_response(run, batch))
-    return metrics | {"memory/peak_gib": peak_memory(run)}
+    return metrics | speeds(metrics, batch)
 
 
 def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, float]]:
@@ -786,7 +797,8 @@ def update_actor(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
         for _, part in micro_batches(run, b, rows):
             loss, s = LOSSES[run.method.loss](actor_logp(run, part), part, n_tokens, cfg)
             (loss * run.size).backward()  # FSDP takes the mean over ranks
-            add(stats, s)
+            padded = part.tokens.numel()
+            add(stats, s | {"padding": (padded - part.attention.sum(), padded)})
         norm = gathered(nn.utils.clip_grad_norm_(run.actor.parameters(), cfg.clip_norm)).item()
         step_if_finite(run, "actor", run.actor_opt, norm)
         norms.append(norm)
@@ -825,17 +837,17 @@ def generator(run: Run, step: int) -> torch.Generator:
 
 
 class Clock:
-    """clock("phase") -> {"time/phase": seconds since the last call}."""
+    """clock("phase") -> seconds since the last call, and the most memory so far (GPU: in between)."""
 
-    def __init__(self):
-        self.last = time.perf_counter()
+    def __init__(self, run: Run):
+        self.device, self.last = run.device, time.perf_counter()
 
     def __call__(self, name: str) -> dict[str, float]:
-        if torch.cuda.is_available():
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
-        return {f"time/{name}": seconds}
+        return {f"time/{name}": seconds, f"memory/{name}_gib": peak_memory(self.device)}
 
 
 def add(total: dict, stats: dict) -> None:
@@ -860,6 +872,13 @@ def means(prefix: str, stats: dict) -> dict[str, float]:
             for name, (s, n) in stats.items()}
 
 
+def speeds(metrics: dict, b: Batch) -> dict[str, float]:
+    """Trainable tokens per second of each phase, and the peak memory of all."""
+    n, phases = int(b.mask.sum()), [x[5:] for x in metrics if x.startswith("time/")]
+    out = {f"speed/{phase}": n / metrics[f"time/{phase}"] for phase in phases}
+    return out | {"memory/peak_gib": max(metrics[f"memory/{phase}_gib"] for phase in phases)}
+
+
 def describe(run: Run, b: Batch, entropy: Tensor) -> dict[str, float]:
     """What the batch looks like before the updates."""
     n, A = b.mask.sum(), b.advantage[b.mask]
@@ -882,10 +901,12 @@ def describe(run: Run, b: Batch, entropy: Tensor) -> dict[str, float]:
     return out
 
 
-def peak_memory(run: Run) -> float:
-    """GiB: of the GPU where there is one, else of the process."""
-    if run.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
+def peak_memory(device: torch.device) -> float:
+    """GiB: of the GPU since the last call, elsewhere of the process since its start."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / 2**30
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
