@@ -14,8 +14,8 @@ with the trainer's log π_old). Shapes, for B prompts, the longest prompt P and 
     response(x) = x[:, −T−1:−1]                         the one place where the shift by one happens
 
 Masks come from positions, never from `ids == pad`: pad == eos is normal. Four parts: the batch,
-the sampler (`generate`, the one function to replace by another engine), problems and verifiers,
-the embedded task. Left out: paged attention, several servers, sampling while training.
+the samplers (`generate`, or another engine with its arguments), problems and verifiers, the embedded
+task. Left out: servers of their own, sampling while training.
 
     python rollout.py              one batch of the embedded task, token by token
     python rollout.py --bench      tokens per second against transformers' own model.generate
@@ -26,6 +26,7 @@ import argparse
 import functools
 import inspect
 import json
+import logging
 import os
 import random
 import re
@@ -46,6 +47,7 @@ from transformers import (
     AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import DynamicCache
+from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 
 # --------------------------------------------------------------------------------------- batch
 
@@ -272,6 +274,57 @@ def _check_generate(prompts, max_new_tokens, temperature, max_rows) -> None:
         )
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: expected 0 (greedy) or more, found {temperature}")
+
+
+def generate_batch(
+    model: nn.Module,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    eos_id: int | list[int],
+    pad_id: int,
+    generator: torch.Generator | None = None,
+    max_rows: int = 256,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same as `generate` by transformers' continuous batching: a paged cache, prompts and
+    responses in one pass. For GPUs where `generate` is the bottleneck.
+
+    RuntimeError if a request fails.
+    """
+    _check_generate(prompts, max_new_tokens, temperature, max_rows)
+    device, pages = next(model.parameters()).device, 256  # the default size of a page
+    sampling = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=temperature > 0, temperature=temperature or 1.0,
+        top_k=0, top_p=1.0, eos_token_id=eos_id, pad_token_id=pad_id)
+    width = max(map(len, prompts)) + max_new_tokens
+    # a GPU's memory is measured and filled; of a CPU's no more than the rows need is taken
+    room = {} if device.type == "cuda" else {
+        "num_blocks": max_rows * (width // pages + 1), "max_batch_tokens": max(width, 1024)}
+    seed = generator and int(torch.randint(2**31, (), generator=generator, device=generator.device))
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    done = model.generate_batch(
+        prompts, generation_config=sampling, continuous_batching_config=ContinuousBatchingConfig(
+            return_logprobs=True, max_requests_per_batch=max_rows, seed=seed, **room))
+    replies = sorted(done.values(), key=lambda reply: int(reply.request_id.rpartition("_")[2]))
+    failed = [reply.error for reply in replies if reply.error or not reply.generated_tokens]
+    if failed or len(replies) < len(prompts):
+        raise RuntimeError(f"generate_batch: expected {len(prompts)} responses, found "
+                           f"{len(replies) - len(failed)}; {failed[:1]}")
+    T = max(len(reply.generated_tokens) for reply in replies)
+    out, logp_roll = torch.full((len(prompts), T), pad_id), torch.zeros(len(prompts), T)
+    for i, reply in enumerate(replies):
+        n = len(reply.generated_tokens)
+        out[i, :n] = torch.tensor(reply.generated_tokens)
+        logp_roll[i, :n] = torch.tensor(reply.logprobs[:n])
+    length = torch.tensor([len(reply.generated_tokens) for reply in replies])
+    mask = torch.arange(T) < length[:, None]
+    tokens, attention = left_pad(prompts, pad_id, "cpu")
+    whole = torch.cat([tokens, out], 1), torch.cat([attention, mask], 1), mask, logp_roll
+    return tuple(x.to(device) for x in whole)
+
+
+SAMPLERS = {"generate": generate, "generate_batch": generate_batch}
 
 
 def collect(

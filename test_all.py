@@ -1519,6 +1519,27 @@ def test_rollout_draws_from_the_softmax():
     assert ((share - p).abs() < 4.5 * (p * (1 - p) / 4000).sqrt()).all()
 
 
+def test_rollout_both_samplers_draw_from_the_same_policy():
+    """generate_batch against generate: the trainer's log-probs to 1e-4 on every sampled token, in
+    the prompts' order, and first tokens in the same proportions."""
+    model, prompts, shares = _llama(), PROMPTS[:4] * 150, []
+    for sampler in (generate, rollout.generate_batch):
+        tokens, attention, mask, logp = sampler(
+            model, prompts, max_new_tokens=5, temperature=1.3, eos_id=[1, 4], pad_id=1,
+            generator=torch.Generator().manual_seed(0), max_rows=32)
+        T = mask.shape[1]
+        logits = model(tokens, attention_mask=attention.long(), position_ids=positions(attention)
+                       ).logits
+        scored = token_logp(response(logits, T), tokens[:, -T:], temperature=1.3)
+        assert ((scored - logp).abs() * mask).max() < 1e-4
+        assert (attention[:, :-T].sum(1) == torch.tensor([len(p) for p in prompts])).all()
+        ended = torch.isin(tokens[:, -T:], torch.tensor([1, 4])) & mask
+        assert (ended.sum(1) <= 1).all() and (mask.sum(1)[~ended.any(1)] == T).all()
+        shares.append(torch.bincount(tokens[:, -T], minlength=13) / 600)
+    assert ((shares[0] - shares[1]).abs() < 4.5 * (2 * shares[0] * (1 - shares[0]) / 600 + 1e-5).sqrt()
+            ).all()
+
+
 def test_rollout_same_generator_same_sample():
     """The sample is a function of the generator's state."""
     a, b, c = (generate(_llama(), PROMPTS, max_new_tokens=9, eos_id=1, pad_id=1, max_rows=3,
@@ -2719,7 +2740,7 @@ def test_train_one_run_of_every_stage(go):
 
 @pytest.mark.parametrize("flags", [
     "--method grpo-x --k 4", "--method reinforce++", "--k 4", "--loss ppo-clip --selection uniform",
-    "--loss dis --rollout-dtype bfloat16", "--compute-dtype bfloat16", "--critic-clip-split"])
+    "--loss dis --rollout-dtype bfloat16", "--sampler generate_batch", "--compute-dtype bfloat16", "--critic-clip-split"])
 def test_train_methods_and_options_run(go, flags):
     """Every row of METHODS, every loss, groups and low precision: finite metrics, weights move."""
     assert go(f"--steps 1 --out r {flags}") == 0

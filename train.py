@@ -103,6 +103,7 @@ class Config:
     max_response: int = flag(3072, "longest response in tokens")
     temperature: float = flag(1.0, "of sampling, and so of the policy that is trained")
     rollout_dtype: str = flag("", "sample with a copy of this type; empty: none", "", "bfloat16", "float16")
+    sampler: str = flag("generate", "generate, or generate_batch (paged, for GPUs)", *rollout.SAMPLERS)
     max_rows: int = flag(256, "responses under way at once")
     verifier: str = flag("boxed", "of responses: boxed, number, math_verify or chain")
     instruction: str = flag(
@@ -416,7 +417,7 @@ def setup(cfg: Config) -> Run:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, cfg.dtype), **how)
     check_output_head(model, prompts[0])
     sampler = None
-    if cfg.rollout_dtype or size > 1:
+    if cfg.rollout_dtype or size > 1 or cfg.sampler != "generate":  # it changes the attention
         sampler = copy.deepcopy(model).to(device, getattr(torch, cfg.rollout_dtype or cfg.dtype))
     actor = shard(Actor(model, cfg.temperature), model.config, cfg, size, device)
     run = Run(
@@ -736,7 +737,7 @@ def respond(run, prompts, problems, ids, rng, temperature, model=None) -> Batch:
             [prompts[i] for i in share], [problems[i].answer for i in share], share,
             rollout.VERIFIERS[cfg.verifier], eos_id=run.eos_id, max_new_tokens=cfg.max_response,
             temperature=temperature, generator=torch.Generator(run.device).manual_seed(seed),
-            max_rows=cfg.max_rows)
+            max_rows=cfg.max_rows, sampler=rollout.SAMPLERS[cfg.sampler])
     if run.size == 1:
         return batch
     batches = [None] * run.size
