@@ -80,14 +80,16 @@ class Critic(nn.Module):
         return self.head(hidden).squeeze(-1).masked_fill(~attention, 0)
 
     @classmethod
-    def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32) -> "Critic":
+    def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32, *,
+                        trust_remote_code: bool = False) -> "Critic":
         """The critic of a Hugging Face folder, a causal language model's too; dtype the backbone's.
 
         The head is read from the folder if `save_pretrained` left one there, else drawn anew.
         ValueError if the head found there is of another hidden size.
         """
         from transformers import AutoModel  # here, so that all else works with torch alone
-        critic = cls(AutoModel.from_pretrained(path, dtype=dtype))
+        critic = cls(AutoModel.from_pretrained(path, dtype=dtype,
+                                               trust_remote_code=trust_remote_code))
         file = os.path.join(path, HEAD_FILE)
         if os.path.isfile(file):
             weight = torch.load(file, map_location="cpu", weights_only=True)["weight"]

@@ -43,6 +43,7 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 )
@@ -120,6 +121,32 @@ def concatenate(batches: list[Batch]) -> Batch:
     return Batch(**joined)
 
 
+def length_groups(
+    prompt: list[int], answer: list[int], token_budget: int, size: int = 1
+) -> list[list[int]]:
+    """Row numbers in groups of similar length: (P + T) × rows ≤ token_budget for each of `size` ranks,
+    of which each takes every size-th row of every group, so that all run the same number of passes.
+
+    prompt and answer are lengths [B]; a single row per rank may be over the budget. A group also ends
+    where padding would be over 15 % of it, unless it is a trifle. Longest first, so that a lack of
+    memory shows in the first pass and not after an hour.
+    """
+    order = sorted(range(len(prompt)), key=lambda i: -(prompt[i] + answer[i]))
+    groups, group, P, T, real = [], [], 0, 0, 0
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
+        longest_p, longest_t = (max(x[i] for i in rows) for x in (prompt, answer))
+        tokens = sum(prompt[i] + answer[i] for i in rows)
+        padded = (max(P, longest_p) + max(T, longest_t)) * (len(group) + len(rows))
+        wasteful = padded - real - tokens > max(0.15 * padded, token_budget * size / 16)
+        if group and (padded > token_budget * size or wasteful):
+            groups.append(group)
+            group, P, T, real = [], 0, 0, 0
+        group, real = group + rows, real + tokens
+        P, T = max(P, longest_p), max(T, longest_t)
+    return [*groups, group] if group else groups
+
+
 # ------------------------------------------------------------------------------------- sampler
 
 
@@ -152,8 +179,9 @@ def generate(
     logp_roll = torch.zeros(B, max_new_tokens, device=device)
     length = torch.zeros(B, dtype=torch.long, device=device)
     live, waiting = _Live(model, pad_id, device), list(range(B))
+    bar = tqdm(total=B, desc="responses", delay=5, leave=False, disable=os.getenv("RANK", "0") != "0")
     while True:
-        live.drop_ended()
+        bar.update(live.drop_ended())
         free = max_rows - len(live.row)
         if waiting and free >= max(1, max_rows // 8):
             slots, logits = live.admit(waiting[:free], [prompts[i] for i in waiting[:free]])
@@ -168,6 +196,7 @@ def generate(
         length[row] += 1
         live.last[slots] = token
         live.ended[slots] = torch.isin(token, eos) | (length[row] == max_new_tokens)
+    bar.close()
     T = int(length.max())
     mask = torch.arange(T, device=device) < length[:, None]
     tokens, attention = left_pad(prompts, pad_id, device)
@@ -227,17 +256,17 @@ class _Live:
 
     def step(self) -> tuple[Tensor, Tensor]:
         """Feeds the last tokens -> slots [n] of the rows that go on, logits [n, V]."""
-        now = self.attention.new_ones(len(self.row), 1)
-        self.attention = torch.cat([self.attention, now], 1)
+        self.attention = torch.cat([self.attention, ~self.ended[:, None]], 1)
         logits = self.forward(self.last[:, None], self.attention, self.cache)
         slots = (~self.ended).nonzero()[:, 0]
         return slots, logits[slots]
 
-    def drop_ended(self) -> None:
-        """Drops rows that ended, once they are an eighth or all, and columns nobody needs now."""
+    def drop_ended(self) -> int:
+        """Drops rows that ended, once they are an eighth or all, and columns nobody needs now.
+        Returns how many."""
         ended = int(self.ended.sum())
         if ended < len(self.row) and ended < max(1, len(self.row) // 8) or not ended:
-            return
+            return 0
         rows = (~self.ended).nonzero()[:, 0]
         self.row, self.last, self.ended = self.row[rows], self.last[rows], self.ended[rows]
         attention = self.attention[rows]
@@ -246,6 +275,7 @@ class _Live:
         for layer in self.cache.layers:
             layer.keys = layer.keys[rows, :, first:]
             layer.values = layer.values[rows, :, first:]
+        return ended
 
 
 def _widen(x: Tensor, W: int, dim: int) -> Tensor:
@@ -397,7 +427,8 @@ def load_problems(path: str) -> list[Problem]:
             try:
                 if text := line.decode("utf-8-sig").strip():
                     row = _read_row(text)
-                    problems.append(Problem(_read_prompt(row), _read_answer(row)))
+                    level = row.get("level", row.get("difficulty", ""))
+                    problems.append(Problem(_read_prompt(row), _read_answer(row), str(level)))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not problems:

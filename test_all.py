@@ -29,7 +29,9 @@ from torch import nn
 if not torch.cuda.is_available():  # before anything imports triton, as transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
+)
 
 import actor_loss
 import critic as critic_file
@@ -1509,6 +1511,19 @@ def test_rollout_greedy_is_transformers_generate():
     assert all(result == expected for result in results)
 
 
+def test_rollout_positions_stop_where_a_row_ends():
+    """With learned positions, prompt and response may fill them all, whatever the other rows do."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(
+        vocab_size=7, n_positions=14, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1,
+        initializer_range=1.0)).eval()
+    prompts = [[2] * 6, [3], [4], [5] * 4] * 20
+    tokens, attention, mask, _ = generate(
+        model, prompts, max_new_tokens=8, eos_id=1, pad_id=1, max_rows=40,
+        generator=torch.Generator().manual_seed(0))
+    assert attention.sum(1).max() == 14 and (mask.sum(1) < 4).any()
+
+
 def test_rollout_draws_from_the_softmax():
     """First tokens of 4,000 rows follow softmax(z/τ): every frequency within 4.5 standard errors."""
     z = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
@@ -2766,7 +2781,7 @@ def test_train_micro_batches_do_not_change_the_step(base, monkeypatch):
 def test_train_scores_do_not_depend_on_padding(base, monkeypatch):
     """log π_old and V of a batch equal those of each row alone, to 1e-5."""
     run = _run(base, monkeypatch)
-    batch, _ = train.rollout_batch(run, train.generator(run, 0))
+    batch, _ = train.rollout_batch(run, train.generator(0, "train", 0))
     logp, entropy, value = train.score(run, batch)
     for i in range(len(batch.mask)):
         alone = take(batch, torch.tensor([i]))
@@ -2780,15 +2795,15 @@ def test_train_interleaved_conversation(base, monkeypatch):
     """A masked gap (tool output) inside a response: what stands in it changes no update but through
     the attention, and its own log-prob and value are never used."""
     run = _run(base, monkeypatch)
-    batch, _ = train.rollout_batch(run, train.generator(run, 0))
+    batch, _ = train.rollout_batch(run, train.generator(0, "train", 0))
     batch.mask[:, 1:3] = False
     batch.logp_old, _, batch.value = train.score(run, batch)
     batch.advantage = train.ADVANTAGES["gae"](batch, run.cfg)
     batch.keep = batch.mask
     for field_ in ("logp_roll", "logp_old", "value", "advantage"):
         getattr(batch, field_)[~batch.mask] = float("nan")
-    metrics = train.update_critic(run, batch, train.generator(run, 0))
-    metrics |= train.update_actor(run, batch, train.generator(run, 0))
+    metrics = train.update_critic(run, batch, train.generator(0, "train", 0))
+    metrics |= train.update_actor(run, batch, train.generator(0, "train", 0))
     assert all(math.isfinite(x) for x in metrics.values())
     assert all(p.isfinite().all() for p in run.actor.parameters())
 
@@ -2822,7 +2837,7 @@ def test_train_ctrl_c_leaves_a_run_that_goes_on(go, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(train, "score", interrupted)
         assert go("--steps 5 --out r") == 130
-    assert [os.path.basename(x) for x in train.checkpoints("r")] == ["step-000003"]
+    assert train.checkpoints("r")[-1].endswith("step-000003")
     assert train.main("--resume r --steps 5".split()) == 0 and go("--steps 5 --out whole") == 0
     assert _equal(_last_state("r")[0], _last_state("whole")[0])
 
@@ -2875,24 +2890,33 @@ def test_train_uniform_groups_for_ever_end_with_a_sentence(go, monkeypatch, caps
 def test_train_groups_are_mixed_and_counted(base, monkeypatch):
     """With K > 1 every group that is trained on is mixed, and sampled = trained + discarded."""
     run = _run(base, monkeypatch, "--method", "grpo-x", "--k", "4")
-    batch, metrics = train.rollout_batch(run, train.generator(run, 0))
+    batch, metrics = train.rollout_batch(run, train.generator(0, "train", 0))
     for i in batch.prompt_id.unique():
         assert batch.reward[batch.prompt_id == i].unique().numel() == 2
     assert metrics["rollout/sampled"] == len(batch.reward) + metrics["rollout/discarded"]
 
 
-def test_train_non_finite_gradients_are_skipped_then_stop(base, monkeypatch):
-    """Four in a row change nothing but the count; the fifth stops; a good one in between resets."""
+def test_train_non_finite_gradients_are_skipped_counted_and_stop(go, base, monkeypatch, capsys):
+    """A NaN gradient changes nothing but the count; five in a row end the run with a checkpoint."""
     run = _run(base, monkeypatch)
     before = [p.clone() for p in run.actor.parameters()]
-    for n in range(1, 5):
-        train.step_if_finite(run, "actor", run.actor_opt, math.nan)
-        assert run.nonfinite["actor"] == n
+    norms = [math.nan, 1.0, math.inf, math.nan]
+    made = [train.step_if_finite(run, "actor", run.actor_opt, norm) for norm in norms]
+    assert made == [False, True, False, False] and run.nonfinite == {"actor": 2, "critic": 0}
     assert all(torch.equal(a, b) for a, b in zip(before, run.actor.parameters()))
-    with pytest.raises(FloatingPointError, match="five times"):
-        train.step_if_finite(run, "actor", run.actor_opt, math.inf)
-    train.step_if_finite(run, "actor", run.actor_opt, 1.0)
-    assert run.nonfinite["actor"] == 0
+    monkeypatch.setitem(train.LOSSES, "cispo", lambda logp, b, n, cfg: (logp.sum() * math.nan, {}))
+    assert go("--steps 9 --out r --method reinforce++ --selection uniform") == 1  # 2 updates a step
+    error = capsys.readouterr().err
+    assert "not finite 6 times in a row" in error and "r/checkpoints/step-000003" in error
+    assert [m["actor/skipped_nonfinite"] for m in _metrics("r")[1:]] == [2, 2]
+
+
+def test_train_values_that_are_not_finite_stop(base, monkeypatch):
+    """A critic gone NaN is told as what it is, not as a wrong argument."""
+    run = _run(base, monkeypatch)
+    run.critic.head.weight.data.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="V.s_0. is not finite"):
+        train.rollout_batch(run, train.generator(0, "train", 0))
 
 
 def test_train_daps_selects_from_values(base, monkeypatch):
@@ -2904,7 +2928,7 @@ def test_train_daps_selects_from_values(base, monkeypatch):
         tokens = torch.tensor([run.prompts[i]])
         by_score.append(run.critic(tokens, torch.ones_like(tokens).bool())[0, -1].item())
     assert torch.allclose(train.initial_values(run, ids), torch.tensor(by_score), atol=1e-6)
-    batch, metrics = train.rollout_batch(run, train.generator(run, 0))
+    batch, metrics = train.rollout_batch(run, train.generator(0, "train", 0))
     assert batch.prompt_id.unique().numel() == 16 and metrics["daps/offered"] == 64
     assert run.daps.state_dict()["trials"].sum() == 16
 
@@ -2916,7 +2940,15 @@ BAD = [
     ("--mini-batches 17", "--mini-batches: expected 1 … 16"),
     ("--temperature 0", "--temperature: expected a number above 0"),
     ("--method grpo-x --selection daps", "--selection: expected uniform"),
-    ("--data none.jsonl", "--data: expected a JSONL file, found no file none.jsonl"),
+    ("--data none.jsonl", "--data: expected --model beside it"),
+    ("--data none.jsonl --model x", "--data: expected a JSONL file, found no file none.jsonl"),
+    ("--critic .", "--critic: expected the folder of a critic (value_head.pt), found ."),
+    ("--critic-epochs 0", "--critic-epochs: expected 1 or more, found 0"),
+    ("--seed -1", "--seed: expected 0 or more, found -1"),
+    ("--lr nan", "--lr: expected a number above 0, found nan"),
+    ("--eps-low 2", "--eps-low: expected 0 … 1, found 2.0"),
+    ("--max-response 300", "--max-response: expected at most 250"),
+    ("--resume nothing", "--resume: expected a run folder with config.json, found nothing"),
     ("--model ./nowhere", "--model: expected a folder with a Hugging Face model"),
     ("--max-prompt 2", "--max-prompt: expected prompts of at most 2 tokens, found 2200 of 2200"),
     ("--pool nowhere", "found nowhere"),
@@ -2941,20 +2973,27 @@ def test_train_bad_flags_are_refused(flags, capsys):
     assert stop.value.code == 2 and "error: " in capsys.readouterr().err
 
 
-def test_train_bad_data_names_the_line(go, capsys):
+def test_train_bad_data_names_the_line(go, capsys, monkeypatch):
     """A broken line or a missing key of a JSONL file is named with its number, before any model."""
+    open("config.json", "w").write("{}")  # a folder that looks like a model's
     for text, words in (('{"prompt": "1+1=", "answer": "2"}\n{"prompt": ', "line 2"),
                         ('{"text": "1+1="}\n', "line 1"), ("\n", "found no line")):
         open("data.jsonl", "w").write(text)
-        assert go("--out r --data data.jsonl") == 2
+        assert go("--out r --data data.jsonl --model .") == 2
         assert words in capsys.readouterr().err
 
 
-def test_train_long_prompts_are_counted_and_skipped_or_stop(go, capsys):
-    """Prompts over --max-prompt: skip says how many, stop ends the run."""
-    rows = [{"prompt": "1" * n, "answer": "2"} for n in (3, 4, 5, 30, 3, 3, 3, 3, 3, 3, 3)]
+def test_train_data_that_repeats_or_is_too_long(go, base, capsys):
+    """Prompts that stand twice are left out, so none is held out and trained on; those over
+    --max-prompt are counted and skipped, or stop the run."""
+    rows = [{"prompt": str(n) * n, "answer": "2"} for n in (3, 4, 5, 6, 7, 8, 2, 1, 9)]
+    rows += [*rows, {"prompt": "0" * 30, "answer": "2"}, {"prompt": "0" * 2, "answer": "2"}]
     open("data.jsonl", "w").write("\n".join(map(json.dumps, rows)))
-    flags = "--steps 1 --data data.jsonl --rollout-batch 4 --eval-problems 1 --instruction= --k 1"
+    cfg = train.parse(["--data", "data.jsonl", "--eval-problems", "5"])[0]
+    train_part, held_out = train.load_data(cfg)
+    assert len({p.prompt for p in train_part + held_out}) == 11 == len(train_part) + len(held_out)
+    assert len(held_out) == 1 and "left out 9 of 20 problems" in capsys.readouterr().out
+    flags = f"--steps 1 --model {base} --data data.jsonl --rollout-batch 4 --eval-problems 1 --instruction= --k 1"
     assert go(f"--out r {flags} --max-prompt 9") == 0
     assert "skipped 1 of 10 prompts" in capsys.readouterr().out
     assert go(f"--out q {flags} --max-prompt 9 --long-prompts stop") == 2
@@ -2965,9 +3004,12 @@ def test_train_run_folders_are_not_overwritten(go, capsys):
     """--out with a run in it, --resume without one or with other settings: a sentence, no damage."""
     assert go("--steps 1 --out r") == 0
     assert go("--steps 1 --out r") == 2 and "--resume goes on" in capsys.readouterr().err
-    for flags, words in (("--resume nothing", "found nothing"), ("--resume r --lr 7", "lr 0.001 -> 7")):
-        with pytest.raises(SystemExit, match=words):
-            train.main(flags.split())
+    for flags, words in (("--lr 7", "lr 0.001 -> 7"), ("--out q", "out 'r' -> 'q'"),
+                         ("--preset tiny", "preset None -> 'tiny'")):
+        assert train.main(["--resume", "r", *flags.split()]) == 2
+        assert words in capsys.readouterr().err
+    open("r/config.json", "w").write("{")
+    assert train.main(["--resume", "r"]) == 2 and "--resume: expected" in capsys.readouterr().err
     assert go("--steps 0 --out q") == 2 and not os.path.exists("q")
 
 
@@ -2988,6 +3030,29 @@ def test_train_a_method_is_one_row(go, monkeypatch):
     monkeypatch.setitem(train.METHODS, "reinforce",
                         train.Method("none", "return", "cispo", "uniform", 1))
     assert go("--steps 1 --out r --method reinforce") == 0
+
+
+def test_train_refuses_an_output_that_is_not_hidden_times_weight(base):
+    """A bias or a cap on the logits would make the trainer's log-probs others than the sampler's."""
+    cfg, model = train.parse(TINY)[0], _llama()
+    train.check_model(cfg, model, [[1, 2, 3]])
+    model.lm_head.bias = nn.Parameter(torch.full((13,), 0.05))
+    model.lm_head.bias.data[3] = -0.05
+    with pytest.raises(ValueError, match="no bias, scale or cap"):
+        train.check_model(cfg, model, [[1, 2, 3]])
+    model.lm_head.bias = None
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="found linear_attention"):
+        train.check_model(cfg, model, [[1, 2, 3]])
+
+
+def test_train_needs_held_out_problems_for_a_target(base):
+    """--target with nothing to measure it on is refused, not passed."""
+    open_file = Path(base).parent / "one.jsonl"
+    open_file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    cfg = train.parse(["--data", str(open_file), "--target", "0.5"])[0]
+    with pytest.raises(ValueError, match="--target: expected held-out problems"):
+        train.load_data(cfg)
 
 
 def test_train_target_is_the_exit_status(go, capsys):
@@ -3026,7 +3091,7 @@ def _rank(rank, folder, base, port, flags):
     train.prepare_critic(run)
     batch = torch.load(os.path.join(folder, "batch.pt"), weights_only=False)
     _updates(run, batch, os.path.join(folder, "two.pt"))
-    sampled, metrics = train.rollout_batch(run, train.generator(run, 1))
+    sampled, metrics = train.rollout_batch(run, train.generator(0, "train", 1))
     ids = torch.arange(5)
     torch.save((sampled, train.initial_values(run, ids), train.evaluate(run), metrics),
                os.path.join(folder, f"rank{rank}.pt"))
@@ -3044,7 +3109,7 @@ def test_train_two_ranks_are_one_process(base, monkeypatch, tmp_path, flags):
     """FSDP2 on two processes: scores, losses, norms and updated weights of one, to 1e-6, with
     uneven lengths; then both ranks hold the same sampled batch, from different draws."""
     run = _run(base, monkeypatch, *flags)
-    batch, _ = train.rollout_batch(run, train.generator(run, 0))
+    batch, _ = train.rollout_batch(run, train.generator(0, "train", 0))
     assert len(set(batch.mask.sum(1).tolist())) > 3
     torch.save(batch, tmp_path / "batch.pt")
     one, metrics = _updates(run, batch)

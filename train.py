@@ -1,6 +1,6 @@
 r"""S3AC end to end: base policy, coverage pool, value pretraining, actor-critic steps, evaluation.
 
-    for each rollout batch                                          S3AC §3, PAPER's algorithm box
+    for each rollout batch                                          S3AC §3
         prompts   ~ DAPS(V(s_0), counts)                            §3.4   daps.py
         responses ~ μ(·|prompt), R ∈ {−1, +1}                       §3.1   rollout.py
         log π_old, V(s_t)             trainer's log-probs, critic    §3.2
@@ -62,10 +62,10 @@ import rollout
 from actor_loss import (
     cispo_loss, dis_loss, linear_entropy, linear_token_logp, mismatch_mask, ppo_clip_loss,
 )
-from critic import Critic, clip_critic_grad_, explained_variance, value_loss
+from critic import HEAD_FILE, Critic, clip_critic_grad_, explained_variance, value_loss
 from daps import DAPS, mixed_groups
 from gae import adaptive_lambda, batch_advantage, gae, group_advantage
-from rollout import Batch, collect, concatenate, positions, response, take
+from rollout import Batch, collect, concatenate, length_groups, positions, response, take
 from value_pretrain import TrajectoryPool, coverage_table, format_coverage, pretrain
 
 # ------------------------------------------------------------------------------- configuration
@@ -218,18 +218,20 @@ def method_of(cfg: Config) -> Method:
 
 
 # Fields that may change when a run is resumed: they do not change what the next step computes.
-FREE_ON_RESUME = {"steps", "target", "out", "device", "eval_every", "show_every", "save_every", "keep"}
+FREE_ON_RESUME = {"steps", "target", "device", "eval_every", "show_every", "save_every", "keep"}
 
 
-def parse(argv: list[str]) -> tuple[Config, str]:
-    """Command line -> Config, and the folder to resume or "". Flags win over the preset."""
+def parse(argv: list[str]) -> tuple[Config, bool]:
+    """Command line -> Config, and whether it resumes a run. Flags win over the preset.
+
+    ValueError for a --resume that does not fit; argparse ends the program for unknown flags.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--preset", choices=PRESETS, help="default: tiny without --model and --data")
-    parser.add_argument("--resume", default="", metavar="DIR", help="run folder to go on with")
-    groups = _field_groups()
+    parser.add_argument("--resume", metavar="DIR", help="run folder to go on with")
     for f in fields(Config):
-        if f.name in groups:
-            group = parser.add_argument_group(groups[f.name])
+        if f.name in SECTIONS:
+            group = parser.add_argument_group(SECTIONS[f.name])
         how = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
             type=f.type, choices=f.metadata["choices"], metavar=f.type.__name__.upper())
         group.add_argument(
@@ -238,32 +240,47 @@ def parse(argv: list[str]) -> tuple[Config, str]:
     given = vars(parser.parse_args(argv))
     preset, resume = given.pop("preset"), given.pop("resume")
     if resume:
-        return _resumed(resume, given), resume
+        return resumed(resume, given | ({"preset": preset} if preset else {})), True
     if preset is None and not (given.get("model") or given.get("data")):
         preset = "tiny"
     cfg = replace(Config(**PRESETS.get(preset, {})), **given)
-    return replace(cfg, out=cfg.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}-{cfg.seed}"), ""
+    return replace(cfg, out=cfg.out or time.strftime(f"runs/%Y%m%d-%H%M%S-{cfg.method}-{cfg.seed}")), False
 
 
-def _field_groups() -> dict[str, str]:
-    """The first field of each section of Config -> the section's title in --help."""
-    return dict(method="run", rollout_batch="rollout", loss="actor", critic="critic",
+# The first field of each section of Config -> the section's title in --help.
+SECTIONS = dict(method="run", rollout_batch="rollout", loss="actor", critic="critic",
                 pool="value pretraining", selection="prompt selection",
                 eval_every="evaluation and files")
 
 
-def _resumed(folder: str, given: dict) -> Config:
-    path = os.path.join(folder, "config.json")
-    if not os.path.isfile(path):
-        raise SystemExit(f"--resume: expected a run folder with config.json, found {folder}")
-    with open(path) as file:
-        saved = Config(**json.load(file))
-    changed = [f"{n} {getattr(saved, n)!r} -> {x!r}" for n, x in given.items()
-               if getattr(saved, n) != x and n not in FREE_ON_RESUME]
+def resumed(folder: str, given: dict) -> Config:
+    """The saved configuration with the given fields that may change; ValueError for others."""
+    try:
+        with open(os.path.join(folder, "config.json")) as file:
+            saved = Config(**json.load(file))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"--resume: expected a run folder with config.json, found {folder} ({error})"
+                         ) from None
+    changed = [f"{n} {getattr(saved, n, None)!r} -> {x!r}" for n, x in given.items()
+               if getattr(saved, n, None) != x and n not in FREE_ON_RESUME]
     if changed:
-        raise SystemExit("--resume: expected the configuration of that run, found other values: "
+        raise ValueError("--resume: expected the configuration of that run, found other values: "
                          + ", ".join(changed))
+    given.pop("out", None)
     return replace(saved, **given, out=folder)
+
+
+TINIEST, MOST = 1e-12, 1e12  # for what must be above 0, and for what has no upper limit
+LIMITS = [
+    ("steps rollout_batch max_prompt max_response mini_batches max_rows token_budget candidates "
+     "eval_k eval_problems filter_rounds pool_size keep critic_epochs pretrain_epochs "
+     "pretrain_batch", 1, MOST),
+    ("temperature lr critic_lr clip_norm critic_clip_norm alpha pretrain_lr pretrain_lr_final n_c "
+     "token_high response_high", TINIEST, MOST),
+    ("seed k shard_size weight_decay value_clip pretrain_size daps_uniform daps_ramp eval_every "
+     "eval_temperature show_every save_every eps_high token_low", 0, MOST),
+    ("eps_low a_min decay", 0, 1),
+]
 
 
 def check(cfg: Config) -> None:
@@ -284,12 +301,18 @@ def check(cfg: Config) -> None:
     if method.selection == "daps" and method.value != "critic":
         raise ValueError(f"--selection: expected uniform, since {cfg.method} has no critic that "
                          "could tell difficulty; found daps")
-    for name in ("steps", "max_prompt", "max_response", "temperature", "lr", "critic_lr", "alpha",
-                 "clip_norm", "critic_clip_norm", "max_rows", "token_budget", "candidates",
-                 "eval_k", "eval_problems", "filter_rounds", "pool_size", "keep"):
-        if not 0 < getattr(cfg, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')}: expected a number above 0, "
-                             f"found {getattr(cfg, name)}")
+    for names, low, high in LIMITS:
+        for name in names.split():
+            if not low <= getattr(cfg, name) <= high:
+                expected = (f"{low} … {high}" if high < MOST else
+                            f"{low} or more" if low != TINIEST else "a number above 0")
+                raise ValueError(f"--{name.replace('_', '-')}: expected {expected}, "
+                                 f"found {getattr(cfg, name)}")
+    if cfg.data and not cfg.model:
+        raise ValueError("--data: expected --model beside it, since the embedded policy knows only "
+                         f"the embedded task; found --data {cfg.data} alone")
+    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device: expected cpu or auto on a machine without CUDA, found {cfg.device}")
     try:
         if not all(0 < float(t) < math.inf for t in cfg.pool_temperatures.split(",")):
             raise ValueError
@@ -302,11 +325,13 @@ def check(cfg: Config) -> None:
         if getattr(cfg, name) and not os.path.isfile(getattr(cfg, name)):
             raise ValueError(f"--{name.replace('_', '-')}: expected a JSONL file, "
                              f"found no file {getattr(cfg, name)}")
-    for name in ("model", "critic", *(["pool_models"] if cfg.pool_models else [])):
+    for name in ("model", "pool_models"):
         for path in filter(None, getattr(cfg, name).split(",")):
             if not os.path.isfile(os.path.join(path, "config.json")) and looks_local(path):
                 raise ValueError(f"--{name.replace('_', '-')}: expected a folder with a Hugging "
                                  f"Face model (config.json), found none at {path}")
+    if cfg.critic and not os.path.isfile(os.path.join(cfg.critic, HEAD_FILE)):
+        raise ValueError(f"--critic: expected the folder of a critic ({HEAD_FILE}), found {cfg.critic}")
     if cfg.verifier == "math_verify":
         rollout.VERIFIERS["math_verify"](r"\boxed{1}", "1")  # ImportError that names the package
 
@@ -409,16 +434,20 @@ def setup(cfg: Config) -> Run:
     train, held_out = load_data(cfg)
     path = cfg.model or first_rank_builds(rank, size)
     how = dict(trust_remote_code=cfg.trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(path, **how)
+    tokenizer = pretrained(AutoTokenizer, path, **how)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--model: expected a tokenizer with an end-of-sequence token, found none in {path}")
     train, prompts = encode(cfg, tokenizer, train)
     held_out, eval_prompts = encode(cfg, tokenizer, held_out)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, cfg.dtype), **how)
-    check_output_head(model, prompts[0])
+    model = pretrained(AutoModelForCausalLM, path, dtype=getattr(torch, cfg.dtype), **how)
+    check_model(cfg, model, prompts)
     sampler = None
     if cfg.rollout_dtype or size > 1 or cfg.sampler != "generate":  # it changes the attention
-        sampler = copy.deepcopy(model).to(device, getattr(torch, cfg.rollout_dtype or cfg.dtype))
+        sampler = copy.deepcopy(model).to(device)
+        for p in sampler.parameters():  # not the tables of RoPE, which stay float32
+            p.data = p.data.to(getattr(torch, cfg.rollout_dtype or cfg.dtype))
     actor = shard(Actor(model, cfg.temperature), model.config, cfg, size, device)
     run = Run(
         cfg, method_of(cfg), device, tokenizer, eos_ids(model, tokenizer), train, prompts, held_out,
@@ -442,8 +471,7 @@ def shard(module, config, cfg: Config, size: int, device: torch.device, *float32
     """FSDP2 in place: every layer a unit, the modules float32 units that keep that type, and the
     rest one. A single process keeps the module whole. Returns it on the device."""
     if cfg.checkpoint_activations:
-        (module.model if isinstance(module, Actor) else module.backbone
-         ).gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(module.model if isinstance(module, Actor) else module.backbone)
     if size == 1:
         return module.to(device)
     n = cfg.shard_size or size
@@ -458,6 +486,26 @@ def shard(module, config, cfg: Config, size: int, device: torch.device, *float32
     return fully_shard(module, mesh=mesh, mp_policy=cast)
 
 
+def checkpoint_activations(model: nn.Module) -> None:
+    """Layers recompute their activations in the backward pass, in training mode alone: so dropout,
+    which the sampler has not seen either, is switched off."""
+    renamed = hasattr(model, "activation_checkpointing_enable")
+    (model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable)()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.0
+
+
+@contextlib.contextmanager
+def updating(run: Run, module: nn.Module):
+    """Training mode where activations are recomputed, else as always."""
+    module.train(run.cfg.checkpoint_activations)
+    yield
+    module.eval()
+
+
 def layers_of(module: nn.Module, config) -> nn.ModuleList:
     """The decoder layers; ValueError if the model has no list of them."""
     n = config.get_text_config().num_hidden_layers
@@ -468,24 +516,44 @@ def layers_of(module: nn.Module, config) -> nn.ModuleList:
                      f"{type(module).__name__}")
 
 
+def pretrained(auto, path: str, **how):
+    """auto.from_pretrained(path), whose many kinds of errors become one sentence."""
+    try:
+        return auto.from_pretrained(path, **how)
+    except Exception as error:  # foreign files, foreign code
+        raise ValueError(f"--model: expected what transformers can load in {path}, found "
+                         f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
+
+
 def load_data(cfg: Config) -> tuple[list[rollout.Problem], list[rollout.Problem]]:
-    """Problems to train on and problems held out."""
+    """Problems to train on and problems held out; no prompt is in both or twice."""
+    shuffled = random.Random(0).shuffle  # which part is held out does not depend on --seed
     if not cfg.data:
-        held_out = rollout.task_problems(held_out=True)
-        train = rollout.task_problems()
+        train, held_out = rollout.task_problems(), rollout.task_problems(held_out=True)
     else:
-        train = rollout.load_problems(cfg.data)
-        random.Random(0).shuffle(train)  # the split does not depend on --seed
-        n = 0 if cfg.eval_data else min(cfg.eval_problems, len(train) // 10)
+        rows = rollout.load_problems(cfg.data)
+        train = list({json.dumps(p.prompt): p for p in rows}.values())
+        if len(train) < len(rows):
+            print(f"left out {len(rows) - len(train)} of {len(rows)} problems: prompts that stand there twice")
+        shuffled(train)
+        n = 0 if cfg.eval_data else min(cfg.eval_problems, len(train) // 10 or len(train) // 2)
         held_out, train = train[:n], train[n:]
     if cfg.eval_data:
         held_out = rollout.load_problems(cfg.eval_data)
+        shuffled(held_out)
+    if cfg.target and not held_out:
+        raise ValueError("--target: expected held-out problems to measure it on, found none")
     return train, held_out[: cfg.eval_problems]
 
 
 def encode(cfg: Config, tokenizer, problems) -> tuple[list[rollout.Problem], list[list[int]]]:
     """Problems whose prompt fits, and their token ids."""
-    ids = [rollout.encode_prompt(tokenizer, p, instruction=cfg.instruction) for p in problems]
+    try:
+        ids = [rollout.encode_prompt(tokenizer, p, instruction=cfg.instruction)
+               for p in tqdm(problems, desc="tokens of the prompts", delay=5, leave=False)]
+    except Exception as error:  # a chat template is code of the tokenizer's author
+        raise ValueError("--data: expected prompts that the tokenizer's chat template takes, found "
+                         f"{type(error).__name__}: {error}") from error
     fits = [0 < len(x) <= cfg.max_prompt for x in ids]
     too_long = len(fits) - sum(fits)
     if too_long and (cfg.long_prompts == "stop" or not any(fits)):
@@ -505,14 +573,27 @@ def eos_ids(model: nn.Module, tokenizer) -> list[int]:
 
 
 @torch.no_grad()
-def check_output_head(actor: nn.Module, prompt: list[int]) -> None:
-    """ValueError unless the logits are hidden @ weightᵀ, as linear_token_logp takes them to be."""
-    tokens = torch.tensor([prompt], device=next(actor.parameters()).device)
-    hidden = actor.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, -1]
-    expected = actor.get_output_embeddings().weight.float() @ hidden.float()
-    found = actor(input_ids=tokens, use_cache=False).logits[0, -1].float()
+def check_model(cfg: Config, model: nn.Module, prompts: list[list[int]]) -> None:
+    """ValueError unless the sampler's cache fits the layers, all positions exist, and the logits are
+    hidden @ weightᵀ, as linear_token_logp takes them to be."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ValueError(f"--model: expected attention layers, which the sampler's cache is made for, "
+                         f"found {', '.join(sorted(kinds))}")
+    longest, most = max(map(len, prompts)), getattr(config, "max_position_embeddings", None)
+    if most and longest + cfg.max_response > most:
+        raise ValueError(f"--max-response: expected at most {most - longest}, as the model has {most} "
+                         f"positions and the longest prompt {longest} tokens; found {cfg.max_response}")
+    tokens = torch.tensor([prompts[0]], device=next(model.parameters()).device)
+    hidden = getattr(model.base_model(input_ids=tokens, use_cache=False), "last_hidden_state", None)
+    found = model(input_ids=tokens, use_cache=False).logits.float()
+    expected = math.inf
+    if hidden is not None and hidden.shape[-1] == model.get_output_embeddings().weight.shape[-1]:
+        expected = hidden.float() @ model.get_output_embeddings().weight.float().T
     error = ((found - expected).abs().max() / found.abs().max()).item()
-    if not error < 0.05:
+    capped = getattr(config, "final_logit_softcapping", None)
+    if capped or not error < (1e-4 if cfg.dtype == "float32" else 0.02):
         raise ValueError("--model: expected logits = hidden @ weightᵀ (no bias, scale or cap on the "
                          f"output), found a relative difference of {error:.2g}")
 
@@ -558,13 +639,15 @@ def build_base(folder: str = "runs/base", *, steps: int = 300, batch: int = 128)
 
 
 def write_folder(folder: str, tokenizer, model: nn.Module, state_dict: dict | None = None) -> None:
-    """A Hugging Face folder, written under a temporary name; one that stands there is kept aside."""
-    temporary = f"{folder}.writing"
-    model.save_pretrained(temporary, state_dict=state_dict)
-    tokenizer.save_pretrained(temporary)
+    """A Hugging Face folder, written under a temporary name; what stands there goes last."""
+    for leftover in (f"{folder}.writing", f"{folder}.old"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    model.save_pretrained(f"{folder}.writing", state_dict=state_dict)
+    tokenizer.save_pretrained(f"{folder}.writing")
     if os.path.isdir(folder):
-        os.rename(folder, f"{folder}.old-{time.time_ns()}")
-    os.rename(temporary, folder)
+        os.rename(folder, f"{folder}.old")
+    os.rename(f"{folder}.writing", folder)
+    shutil.rmtree(f"{folder}.old", ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------- forward, by parts
@@ -591,31 +674,13 @@ def critic_value(run: Run, b: Batch) -> Tensor:
 
 
 def micro_batches(run: Run, b: Batch, rows: Tensor):
-    """Yields (rows, part): this rank's share of the rows in groups of similar length, at most
-    token_budget padded tokens each (or one row), cut to their own width.
-
-    Every rank takes every size-th row of the same groups, so all run the same number of passes.
-    """
-    length = b.attention[rows].sum(1)
-    order = rows[length.argsort(descending=True, stable=True)]
-    for start, stop in groups(
-            length.sort(descending=True).values.tolist(), run.cfg.token_budget * run.size, run.size):
-        share = order[start:stop][run.rank :: run.size]
+    """Yields (rows, part): this rank's share of the given rows in groups of similar length, at most
+    token_budget padded tokens each (or one row), cut to their own width."""
+    T, attention = b.mask.shape[1], b.attention[rows]
+    prompt, answer = attention[:, :-T].sum(1).tolist(), attention[:, -T:].sum(1).tolist()
+    for group in length_groups(prompt, answer, run.cfg.token_budget, run.size):
+        share = rows[torch.tensor(group[run.rank :: run.size], device=rows.device)]
         yield share, take(b, share)
-
-
-def groups(lengths: list[int], budget: int, size: int = 1) -> list[tuple[int, int]]:
-    """Cuts descending lengths into (start, stop) of at most budget padded tokens, a multiple of size
-    rows each. A group also ends where padding would be over 15 % of it, unless it is a trifle."""
-    cuts, start, real = [], 0, 0
-    for stop in range(size, len(lengths) + 1, size):
-        more = sum(lengths[stop - size : stop])
-        padded, real = lengths[start] * (stop - start), real + more
-        wasteful = padded - real > max(0.15 * padded, budget / 16)
-        if stop - size > start and (padded > budget or wasteful):
-            cuts.append((start, stop - size))
-            start, real = stop - size, more
-    return [*cuts, (start, len(lengths))]
 
 
 @torch.no_grad()
@@ -638,7 +703,7 @@ def score(run: Run, b: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
 def train_step(run: Run) -> dict[str, float]:
     """One rollout batch and its updates (S3AC §3), -> metrics."""
     cfg, method, clock = run.cfg, run.method, Clock(run)
-    rng = generator(run, run.step)
+    rng = generator(cfg.seed, "train", run.step)
     batch, metrics = rollout_batch(run, rng)
     metrics |= clock("rollout")
     batch.logp_old, entropy, batch.value = score(run, batch)
@@ -648,9 +713,15 @@ def train_step(run: Run) -> dict[str, float]:
         token_range=(cfg.token_low, cfg.token_high), response_range=(0.0, cfg.response_high))
     metrics |= means("mismatch", mismatch) | describe(run, batch, entropy) | clock("score")
     if run.critic:  # assumption: before the actor; the advantages keep the values from before
-        metrics |= update_critic(run, batch, rng) | clock("critic")
-    metrics |= update_actor(run, batch, rng) | clock("actor")
+        with updating(run, run.critic):
+            metrics |= update_critic(run, batch, rng) | clock("critic")
+    with updating(run, run.actor):
+        metrics |= update_actor(run, batch, rng) | clock("actor")
     run.step += 1
+    bad = [name for name, n in run.nonfinite.items() if n >= 5]
+    if bad:
+        raise FloatingPointError(f"step {run.step}: the {bad[0]}'s gradient was not finite "
+                                 f"{run.nonfinite[bad[0]]} times in a row")
     if cfg.show_every and (run.step - 1) % cfg.show_every == 0:
         tqdm.write(show_response(run, batch))
     return metrics | speeds(metrics, batch)
@@ -664,34 +735,34 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
     cfg, k = run.cfg, run.method.k
     refresh_sampler(run)
     n, unused = cfg.rollout_batch // k, torch.randperm(len(run.prompts), generator=rng)
-    kept, everything, metrics, missing = [], [], {}, n
-    for round in range(cfg.filter_rounds if k > 1 else 1):
+    sampled, kept, metrics = [], [], {}
+    for _ in range(cfg.filter_rounds if k > 1 else 1):
         missing = n - sum(len(b.reward) for b in kept) // k
-        if not missing or not len(unused):
+        if missing <= 0 or not len(unused):
             break
-        wanted = -(-min(missing, len(unused)) // run.size) * run.size
+        wanted = -(-missing // run.size) * run.size  # an even share for every rank
         ids, report = select(run, unused, min(wanted, len(unused)), rng)
         unused = unused[~torch.isin(unused, ids)]
-        metrics = metrics or report
-        batch = sample(run, ids.repeat_interleave(k), rng)
-        everything.append(batch)
-        kept.append(take(batch, mixed_groups(batch.reward, batch.prompt_id)) if k > 1 else batch)
-    kept = [b for b in kept if len(b.reward)]
-    everything = concatenate(everything)
+        metrics = {name: metrics.get(name, 0) + x for name, x in report.items()}
+        sampled.append(respond(run, run.prompts, run.problems, ids.repeat_interleave(k), rng, cfg.temperature))
+        mixed = mixed_groups(sampled[-1].reward, sampled[-1].prompt_id) if k > 1 else ...
+        kept.append(take(sampled[-1], mixed))
+    everything = concatenate(sampled)
+    success = everything.reward > 0
     if run.daps:
-        run.daps.update(everything.prompt_id.cpu(), (everything.reward > 0).cpu())
-    if not kept:
-        raise RuntimeError(
-            f"step {run.step}: every group of {k} was all right or all wrong, in {round + 1} rounds "
-            f"of prompts (success {(everything.reward > 0).float().mean():.2f}): nothing to learn from")
-    batch, sampled = concatenate(kept), len(everything.reward)
+        run.daps.update(everything.prompt_id.cpu(), success.cpu())
+    batch = concatenate(kept)
     usable = min(len(batch.reward) // k, n) // run.size * run.size * k
-    batch = take(batch, torch.arange(usable, device=run.device))
-    return batch, metrics | {
-        "rollout/success": (everything.reward > 0).float().mean().item(),
-        "rollout/trajectories": len(batch.reward), "rollout/sampled": sampled,
-        "rollout/discarded": sampled - len(batch.reward),
-    }
+    if not usable:
+        raise RuntimeError(
+            f"step {run.step}: every group of {k} was all right or all wrong, in {len(sampled)} rounds "
+            f"of prompts (success {success.float().mean():.2f}): nothing to learn from")
+    return take(batch, torch.arange(usable, device=run.device)), metrics | {
+        "rollout/success": success.float().mean().item(),
+        "rollout/length": everything.mask.sum(1).float().mean().item(),
+        "rollout/truncated": everything.truncated.float().mean().item(),
+        "rollout/trajectories": usable, "rollout/sampled": len(success),
+        "rollout/discarded": len(success) - usable}
 
 
 def select(run: Run, unused: Tensor, n: int, rng: torch.Generator) -> tuple[Tensor, dict]:
@@ -700,8 +771,11 @@ def select(run: Run, unused: Tensor, n: int, rng: torch.Generator) -> tuple[Tens
         return unused[:n], {}
     # assumption: candidates are a random multiple of the prompts needed, not the whole data set
     ids = unused[: n * run.cfg.candidates]
-    chosen = run.daps.select(ids, initial_values(run, ids), n, run.step, rng)
-    return chosen, {f"daps/{name}": float(x) for name, x in run.daps.report.items()}
+    value = initial_values(run, ids)
+    if not value.isfinite().all():
+        raise FloatingPointError(f"step {run.step}: the critic's V(s_0) is not finite")
+    chosen, report = run.daps.select(ids, value, n, run.step, rng), run.daps.report
+    return chosen, {f"daps/{name}": float(report[name]) for name in ("offered", "accepted", "filled")}
 
 
 @torch.no_grad()
@@ -719,11 +793,6 @@ def initial_values(run: Run, ids: Tensor) -> Tensor:
     if run.size > 1:
         dist.all_reduce(values)
     return values.cpu()
-
-
-def sample(run: Run, ids: Tensor, rng: torch.Generator) -> Batch:
-    """A verified response to each of the given training prompts (an id may repeat)."""
-    return respond(run, run.prompts, run.problems, ids, rng, run.cfg.temperature)
 
 
 def respond(run, prompts, problems, ids, rng, temperature, model=None) -> Batch:
@@ -769,7 +838,7 @@ def gathered(p: Tensor) -> Tensor:
 
 def update_critic(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
     """cfg.critic_epochs epochs of the clipped squared error against R (λ_critic = 1)."""
-    cfg, stats, norms, clipped = run.cfg, {}, [], 0
+    cfg, stats, norms, skipped = run.cfg, {}, [], 0
     for _ in range(cfg.critic_epochs):
         for rows in mini_batches(run, b, rng):
             n_tokens = b.mask[rows].sum()
@@ -780,33 +849,35 @@ def update_critic(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
                 (loss * run.size).backward()  # FSDP takes the mean over ranks
                 add(stats, s)
             norm = clip_critic_grad_(run.critic, cfg.critic_clip_norm, split=cfg.critic_clip_split)
-            step_if_finite(run, "critic", run.critic_opt, norm["total"])
+            skipped += not step_if_finite(run, "critic", run.critic_opt, norm["total"])
             norms.append(norm)
     picked = {name: stats[name] for name in ("loss", "clip_share")}
     out = means("critic", global_sum(run, picked)) | {
-        f"critic/grad_{name}": float(np.mean([x[name] for x in norms])) for name in norms[0]}
-    over = [x["total"] > cfg.critic_clip_norm for x in norms]
-    return out | {"critic/grad_clipped_share": float(np.mean(over)),
-                  "critic/skipped_nonfinite": run.nonfinite["critic"]}
+        f"critic/grad_{name}": mean_finite([x[name] for x in norms]) for name in norms[0]}
+    parts = ("head", "backbone") if cfg.critic_clip_split else ("total",)
+    over = [max(x[part] for part in parts) > cfg.critic_clip_norm for x in norms]
+    return out | {"critic/grad_clipped_share": mean_finite(over), "critic/skipped_nonfinite": skipped}
 
 
 def update_actor(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
     """One epoch of the policy loss in cfg.mini_batches optimizer steps."""
-    cfg, stats, norms = run.cfg, {}, []
+    cfg, stats, norms, skipped = run.cfg, {}, [], 0
     for rows in mini_batches(run, b, rng):
         n_tokens = b.keep[rows].sum()  # masked tokens leave the denominator too
+        if not n_tokens:  # nothing to learn, and no step on old moments
+            continue
         for _, part in micro_batches(run, b, rows):
             loss, s = LOSSES[run.method.loss](actor_logp(run, part), part, n_tokens, cfg)
             (loss * run.size).backward()  # FSDP takes the mean over ranks
             padded = part.tokens.numel()
             add(stats, s | {"padding": (padded - part.attention.sum(), padded)})
         norm = gathered(nn.utils.clip_grad_norm_(run.actor.parameters(), cfg.clip_norm)).item()
-        step_if_finite(run, "actor", run.actor_opt, norm)
+        skipped += not step_if_finite(run, "actor", run.actor_opt, norm)
         norms.append(norm)
     return means("actor", global_sum(run, stats)) | {
-        "actor/grad_norm": float(np.mean(norms)),
-        "actor/grad_clipped_share": float(np.mean([x > cfg.clip_norm for x in norms])),
-        "actor/skipped_nonfinite": run.nonfinite["actor"]}
+        "actor/grad_norm": mean_finite(norms),
+        "actor/grad_clipped_share": mean_finite([x > cfg.clip_norm for x in norms]),
+        "actor/skipped_nonfinite": skipped}
 
 
 def mini_batches(run: Run, b: Batch, rng: torch.Generator) -> list[Tensor]:
@@ -816,25 +887,23 @@ def mini_batches(run: Run, b: Batch, rng: torch.Generator) -> list[Tensor]:
     return list(order.split(each))
 
 
-def step_if_finite(run: Run, name: str, opt: torch.optim.Optimizer, norm: float) -> None:
-    """An optimizer step, skipped and counted if the gradient is not finite."""
-    if math.isfinite(norm):
+def step_if_finite(run: Run, name: str, opt: torch.optim.Optimizer, norm: float) -> bool:
+    """An optimizer step, left out if the gradient is not finite; whether it was made."""
+    finite = math.isfinite(norm)
+    if finite:
         opt.step()
-        run.nonfinite[name] = 0
-    else:
-        run.nonfinite[name] += 1
+    run.nonfinite[name] = 0 if finite else run.nonfinite[name] + 1
     opt.zero_grad()
-    if run.nonfinite[name] == 5:
-        raise FloatingPointError(
-            f"step {run.step}: the {name}'s gradient was not finite five times in a row")
+    return finite
 
 
 # ------------------------------------------------------------------------------------- metrics
 
 
-def generator(run: Run, step: int) -> torch.Generator:
-    """Random numbers of one step, a function of (seed, step) alone."""
-    return torch.Generator().manual_seed(run.cfg.seed * 1_000_003 + step)
+def generator(seed: int, stage: str, step: int = 0) -> torch.Generator:
+    """Random numbers of one step of one stage, a function of these three alone."""
+    sequence = np.random.SeedSequence([seed, ("train", "pool", "evaluate").index(stage), step])
+    return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
 
 
 class Clock:
@@ -880,16 +949,19 @@ def speeds(metrics: dict, b: Batch) -> dict[str, float]:
     return out | {"memory/peak_gib": max(metrics[f"memory/{phase}_gib"] for phase in phases)}
 
 
+def mean_finite(values: list) -> float:
+    """The mean of those that are finite, NaN without any."""
+    finite = [x for x in values if math.isfinite(x)]
+    return float(np.mean(finite)) if finite else math.nan
+
+
 def describe(run: Run, b: Batch, entropy: Tensor) -> dict[str, float]:
     """What the batch looks like before the updates."""
     n, A = b.mask.sum(), b.advantage[b.mask]
     out = {
-        "rollout/length": b.mask.sum(1).float().mean().item(),
-        "rollout/truncated": b.truncated.float().mean().item(),
         "actor/entropy": (entropy[b.mask].sum() / n).item(),
         "mismatch/log_ratio_max": (b.logp_old - b.logp_roll)[b.mask].abs().max().item(),
         "advantage/mean": A.mean().item(), "advantage/std": A.std().item(),
-        "advantage/lam": adaptive_lambda(b.mask.sum(-1), run.cfg.alpha).mean().item(),
     }
     if run.critic:
         R, V0 = b.reward, b.value[:, 0]
@@ -927,13 +999,13 @@ def show_response(run: Run, b: Batch, pieces: int = 12) -> str:
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """avg@k and pass@k on the held-out problems, in all and by level, length and truncation."""
+    """avg@k and pass@k on the held-out problems, in all and by level; length, share truncated."""
     cfg, n, k = run.cfg, len(run.eval_prompts), run.cfg.eval_k
     if not n:
         return {}
     refresh_sampler(run)
     ids = torch.arange(n).repeat_interleave(k)
-    rng = torch.Generator().manual_seed(cfg.seed)
+    rng = generator(cfg.seed, "evaluate")
     b = respond(run, run.eval_prompts, run.eval_problems, ids, rng, cfg.eval_temperature)
     right = (b.reward[b.prompt_id.argsort(stable=True)] > 0).float().view(n, k).cpu()
     out = {f"eval/avg@{k}": right.mean().item(), f"eval/pass@{k}": right.amax(1).mean().item(),
@@ -1084,7 +1156,9 @@ def cut_metrics(run: Run) -> None:
     """Drops the lines of metrics.jsonl after run.step, and one that a kill left torn."""
     path = os.path.join(run.cfg.out, "metrics.jsonl")
     with open(path) as file:
-        lines = [line for line in file if line.endswith("}\n") and json.loads(line)["step"] <= run.step]
+        rows = [(line, json.loads(line)) for line in file if line.endswith("}\n")]
+    lines = [line for line, row in rows if row["step"] <= run.step
+             and (row["step"] == 0 or "rollout/success" in row)]  # the last evaluation comes again
     with open(path + ".writing", "w") as file:
         file.writelines(lines)
     os.replace(path + ".writing", path)
@@ -1116,13 +1190,18 @@ def make_pool(run: Run) -> TrajectoryPool:
     if cfg.pool:
         return TrajectoryPool.open(cfg.pool)
     folder = os.path.join(cfg.out, "pool")
+    if os.path.isdir(folder) and len(TrajectoryPool(folder)):
+        raise ValueError(f"--out: expected no pool there yet, found the pool of an unfinished run; "
+                         f"--pool {folder} uses it, another --out begins anew")
+    wait(run)
     pool = TrajectoryPool(folder) if run.rank == 0 else None
     # assumption: a lower temperature stands in for a stronger policy where no later one exists yet
     temperatures = [float(x) for x in cfg.pool_temperatures.split(",")]
     policies = [(path, t) for path in ["", *filter(None, cfg.pool_models.split(","))] for t in temperatures]
-    rng = torch.Generator().manual_seed(cfg.seed + 1)
+    rng = generator(cfg.seed, "pool")
     bar = tqdm(total=cfg.pool_size * len(policies), desc="coverage pool", disable=run.rank > 0)
     for label, (path, temperature) in enumerate(policies):
+        tqdm.write(f"policy {label}: {path or cfg.model or 'base'} at temperature {temperature}")
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, cfg.rollout_dtype or cfg.dtype),
             trust_remote_code=cfg.trust_remote_code).to(run.device) if path else None
@@ -1133,8 +1212,7 @@ def make_pool(run: Run) -> TrajectoryPool:
             if pool is not None:
                 pool.append(batch, label)
             bar.update(n)
-            bar.set_postfix(policy=f"{os.path.basename(path) or 'base'} at {temperature}",
-                            success=f"{(batch.reward > 0).float().mean():.2f}")
+            bar.set_postfix(policy=label, success=f"{(batch.reward > 0).float().mean():.2f}")
     bar.close()
     wait(run)
     return TrajectoryPool.open(folder)
@@ -1144,7 +1222,11 @@ def prepare_critic(run: Run, path: str = "") -> None:
     """A critic of the folder `path`, or one that starts from the actor's backbone; its optimizer."""
     cfg = run.cfg
     torch.manual_seed(cfg.seed)  # the head's weights
-    critic = Critic.from_pretrained(path or cfg.model or build_base(), dtype=getattr(torch, cfg.dtype))
+    critic = pretrained(Critic, path or cfg.model or build_base(), dtype=getattr(torch, cfg.dtype),
+                        trust_remote_code=cfg.trust_remote_code)
+    words, known = len(run.tokenizer), critic.backbone.get_input_embeddings().num_embeddings
+    if known < words:
+        raise ValueError(f"--critic: expected the actor's vocabulary of {words} tokens, found {known}")
     run.critic = shard(critic, critic.backbone.config, cfg, run.size, run.device, critic.head)
     run.critic_opt = optimizer(run.critic, cfg.critic_lr, cfg.weight_decay)
 
@@ -1156,13 +1238,14 @@ def pretrain_critic(run: Run) -> None:
     print("\nshare correct (trajectories) by length and policy\n"
           + format_coverage(coverage_table(pool.index)) + "\n")
     n = min(cfg.pretrain_size or len(pool), len(pool))
-    stats = pretrain(
-        run.critic, pool, pool.sample(n, seed=cfg.seed), epochs=cfg.pretrain_epochs,
-        batch_size=cfg.pretrain_batch, token_budget=cfg.token_budget, peak=cfg.pretrain_lr,
-        final=cfg.pretrain_lr_final, max_norm=cfg.critic_clip_norm, split=cfg.critic_clip_split,
-        seed=cfg.seed, progress=run.rank == 0, rank=run.rank, world=run.size,
-        autocast_dtype=None if cfg.compute_dtype == "float32" or run.size > 1
-        else getattr(torch, cfg.compute_dtype))
+    bf16 = getattr(torch, cfg.compute_dtype)
+    with updating(run, run.critic):
+        stats = pretrain(
+            run.critic, pool, pool.sample(n, seed=cfg.seed), epochs=cfg.pretrain_epochs,
+            batch_size=cfg.pretrain_batch, token_budget=cfg.token_budget, peak=cfg.pretrain_lr,
+            final=cfg.pretrain_lr_final, max_norm=cfg.critic_clip_norm,
+            split=cfg.critic_clip_split, seed=cfg.seed, progress=run.rank == 0, rank=run.rank,
+            world=run.size, autocast_dtype=bf16 if bf16 != torch.float32 and run.size == 1 else None)
     state = {key: gathered(x) for key, x in run.critic.state_dict().items()}
     if run.rank == 0:
         write_json(os.path.join(cfg.out, "pretrain.json"), stats)
@@ -1178,7 +1261,10 @@ def train(run: Run) -> None:
     bar = tqdm(total=cfg.steps, initial=run.step, desc=cfg.method, disable=run.rank > 0)
     with bar, ctrl_c(run):
         while run.step < cfg.steps:
-            metrics = train_step(run)
+            try:
+                metrics = train_step(run)
+            except FloatingPointError as error:
+                raise FloatingPointError(f"{error}; checkpoint {save(run)}") from None
             if cfg.eval_every and run.step % cfg.eval_every == 0 and run.step < cfg.steps:
                 metrics |= evaluate(run)
             log(run, metrics)
@@ -1240,18 +1326,24 @@ def start(cfg: Config, resumed: bool) -> Run:
     """All stages up to the first step: base policy, evaluation, pool and pretraining; or a resume."""
     run = setup(cfg)
     os.makedirs(cfg.out, exist_ok=True)
-    if run.rank == 0:
-        write_json(os.path.join(cfg.out, "config.json"), asdict(cfg))
-    needs_critic = run.method.value == "critic"
+    k, needs_critic = run.method.k, run.method.value == "critic"
+    if cfg.rollout_batch // k > len(run.prompts):
+        print(f"{len(run.prompts)} problems: a step has at most {len(run.prompts) * k} trajectories and "
+              f"not {cfg.rollout_batch}")
     if needs_critic:
         prepare_critic(run, cfg.critic)
     if resumed:
         load(run)
         return run
+    if run.rank == 0 and os.path.exists(os.path.join(cfg.out, "metrics.jsonl")):
+        os.remove(os.path.join(cfg.out, "metrics.jsonl"))  # of a run that never got to its first step
     run.before = evaluate(run)
     log(run, run.before)
     if needs_critic and not cfg.critic:
         pretrain_critic(run)
+    if run.rank == 0:
+        write_json(os.path.join(cfg.out, "config.json"), asdict(cfg))
+    save(run)  # from here on the run can be resumed
     return run
 
 
@@ -1263,7 +1355,6 @@ def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
     out = sys.stdout if rank == 0 else open(os.devnull, "w")  # one rank speaks; all report errors
     who = f"rank {rank}: " if "RANK" in os.environ else ""
-    run = None
     with contextlib.redirect_stdout(out):
         try:
             cfg, resume = parse(argv)
@@ -1271,18 +1362,16 @@ def main(argv: list[str]) -> int:
             if not resume and os.path.exists(os.path.join(cfg.out, "config.json")):
                 raise ValueError(f"--out: expected a folder without a run, found one in {cfg.out} "
                                  "(--resume goes on with it)")
-            run = start(cfg, bool(resume))
+            run = start(cfg, resume)
             train(run)
             return finish(run)
         except KeyboardInterrupt:
-            last = checkpoints(cfg.out)
+            last, pool = checkpoints(cfg.out), os.path.join(cfg.out, "pool")
             print(f"\ninterrupted; {last[-1]} is there, go on with --resume {cfg.out}" if last
-                  else "\ninterrupted before the first checkpoint: there is nothing to resume")
+                  else "\ninterrupted before the first checkpoint: there is nothing to resume"
+                  + (f", but --pool {pool} uses what was sampled" if os.path.isdir(pool) else ""))
             return 130
-        except FloatingPointError as error:
-            print(f"{who}stopped: {error}; checkpoint {save(run)}", file=sys.stderr)
-            return 1
-        except RuntimeError as error:
+        except (FloatingPointError, RuntimeError) as error:
             print(f"{who}stopped: {error}", file=sys.stderr)
             return 1
         except (ValueError, ImportError, OSError) as error:

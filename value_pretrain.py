@@ -42,7 +42,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from critic import Critic, clip_critic_grad_, explained_variance, value_loss
-from rollout import Batch, response
+from rollout import Batch, length_groups, response
 
 RECORD = np.dtype([
     ("offset", "<i8"),           # of the first token, counted in tokens
@@ -368,21 +368,9 @@ def freeze_for_pretraining_(critic: Critic) -> list[str]:
 def micro_batches(
     index: np.ndarray, rows: np.ndarray, token_budget: int, world: int = 1
 ) -> list[np.ndarray]:
-    """rows [B] in groups of similar length, each (P + T) × rows ≤ token_budget or a single row.
-
-    Longest first, so that a lack of memory shows in the first step and not after an hour. With
-    `world` ranks, each takes every world-th row of every group: all run the same number of passes.
-    """
-    prompt, answer = index["prompt_length"][rows].tolist(), index["response_length"][rows].tolist()
-    groups, group, P, T = [], [], 0, 0
-    for i in sorted(range(len(rows)), key=lambda i: -(prompt[i] + answer[i])):
-        P, T = max(P, prompt[i]), max(T, answer[i])
-        full = (len(group) // world + 1) * (P + T) > token_budget
-        if group and full and len(group) % world == 0:
-            groups.append(rows[group])
-            group, P, T = [], prompt[i], answer[i]
-        group.append(i)
-    return groups + [rows[group]]
+    """rows [B] in groups of similar length, see `length_groups`."""
+    prompt, answer = (index[name][rows].tolist() for name in ("prompt_length", "response_length"))
+    return [rows[group] for group in length_groups(prompt, answer, token_budget, world)]
 
 
 def predict(
@@ -408,12 +396,12 @@ def accumulate_gradient(
     of ranks changes the result.
     """
     n_tokens = int(pool.index["sampled"][rows].sum())
-    total = torch.zeros((), device=next(critic.parameters()).device)
+    total = 0.0
     for group in micro_batches(pool.index, rows, token_budget, world):
         value, target, mask = predict(critic, pool, group[rank::world], autocast_dtype)
         loss, _ = value_loss(value, target, mask, n_tokens)   # Σ ½ (V(s_t) − R)² / N
         (loss * world).backward()                             # FSDP takes the mean over ranks
-        total += loss.detach()
+        total = total + loss.detach()
     if world > 1:
         dist.all_reduce(total)
     return total
