@@ -64,6 +64,7 @@ class Batch:
     reward: Tensor  # [B] float, −1 | +1
     truncated: Tensor  # [B] bool: no end-of-sequence token within the limit
     logp_roll: Tensor  # [B, T] float: log μ(a_t|s_t) at the sampling temperature
+    routing: Tensor | None = None  # [B, P+T, L, k] int16: experts chosen (see Routing), −1: unknown
     logp_old: Tensor | None = None  # [B, T] log π_old(a_t|s_t), the trainer's
     value: Tensor | None = None  # [B, T] V(s_t); value[:, 0] = V(s_0)
     advantage: Tensor | None = None  # [B, T] Â_t
@@ -80,23 +81,19 @@ def response(x: Tensor, T: int) -> Tensor:
     return x[:, -T - 1 : -1]
 
 
+WIDE = ("tokens", "attention", "routing")  # the fields of P+T columns; others have T or none
+
+
 def take(batch: Batch, rows: Tensor) -> Batch:
     """The given rows (indices, or bool [B]), cut to their own longest prompt and response."""
-    T = batch.mask.shape[1]
-    attention, mask = batch.attention[rows], batch.mask[rows]
-    real = attention.any(0)
+    S, T = batch.tokens.shape[1], batch.mask.shape[1]
+    real = batch.attention[rows].any(0)
     first = int(real.int().argmax())  # columns before it are padding in every row taken
-    width = int((real[-T:] | mask.any(0)).sum()) if T else 0  # right-padding: columns kept
+    width = int(real[-T:].sum()) if T else 0
     picked = {}
-    for field in fields(Batch):
-        x = getattr(batch, field.name)
-        if x is None:
-            continue
-        wide = field.name in ("tokens", "attention")
+    for name, x in _present(batch).items():
         x = x[rows]
-        picked[field.name] = (
-            x[:, first : x.shape[1] - T + width] if wide else x[:, :width] if x.ndim == 2 else x
-        )
+        picked[name] = x[:, first : S - T + width] if name in WIDE else x[:, :width] if x.ndim > 1 else x
     return Batch(**picked)
 
 
@@ -105,20 +102,22 @@ def concatenate(batches: list[Batch]) -> Batch:
     T = max(b.mask.shape[1] for b in batches)
     P = max(b.tokens.shape[1] - b.mask.shape[1] for b in batches)
     joined = {}
-    for field in fields(Batch):
-        rows = [getattr(b, field.name) for b in batches]
-        if rows[0] is None:
-            continue
-        if rows[0].ndim == 2:
-            wide = field.name in ("tokens", "attention")
-            rows = [
-                nn.functional.pad(
-                    x, (P - (x.shape[1] - b.mask.shape[1]) if wide else 0, T - b.mask.shape[1])
-                )
-                for x, b in zip(rows, batches)
-            ]
-        joined[field.name] = torch.cat(rows)
+    for name, x in _present(batches[0]).items():
+        rows = [getattr(b, name) for b in batches]
+        if x.ndim > 1:
+            pads = [(P - b.tokens.shape[1] + b.mask.shape[1] if name in WIDE else 0,
+                     T - b.mask.shape[1]) for b in batches]
+            fill = -1 if name == "routing" else 0
+            rows = [nn.functional.pad(x, (0, 0) * (x.ndim - 2) + pad, value=fill)
+                    for x, pad in zip(rows, pads)]
+        joined[name] = torch.cat(rows)
     return Batch(**joined)
+
+
+def _present(batch: Batch) -> dict[str, Tensor]:
+    """The fields that are filled, by name."""
+    found = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def length_groups(
@@ -161,12 +160,13 @@ def generate(
     pad_id: int,
     generator: torch.Generator | None = None,
     max_rows: int = 256,
+    routing: "Routing | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Samples one response to each prompt (lists of token ids, none empty), rows in their order.
 
     At most max_rows responses are under way at once. When an eighth of them has ended, their rows
     leave the batch and the cache, and waiting prompts take the places. Temperature 0 is greedy
-    decoding, scored at temperature 1.
+    decoding, scored at temperature 1. `routing` notes the experts that each token goes to.
 
     Returns tokens [B, P+T] long, attention [B, P+T] bool, mask [B, T] bool, logp_roll [B, T]
     float32 over the full vocabulary at this temperature, 0 where mask is False. T is the longest
@@ -178,7 +178,9 @@ def generate(
     out = torch.full((B, max_new_tokens), pad_id, device=device)
     logp_roll = torch.zeros(B, max_new_tokens, device=device)
     length = torch.zeros(B, dtype=torch.long, device=device)
-    live, waiting = _Live(model, pad_id, device), list(range(B))
+    live, waiting = _Live(model, pad_id, device, routing), list(range(B))
+    if routing:
+        routing.start(B, max(map(len, prompts)) + max_new_tokens)
     bar = tqdm(total=B, desc="responses", delay=5, leave=False, disable=os.getenv("RANK", "0") != "0")
     while True:
         bar.update(live.drop_ended())
@@ -220,8 +222,8 @@ class _Live:
     attention [R, W] and the KV cache. Rows are right-aligned, so that one column is `now` for all;
     positions come from the attention mask."""
 
-    def __init__(self, model: nn.Module, pad_id: int, device: torch.device):
-        self.model, self.pad_id, self.device = model, pad_id, device
+    def __init__(self, model: nn.Module, pad_id: int, device: torch.device, routing=None):
+        self.model, self.pad_id, self.device, self.routing = model, pad_id, device, routing
         self.row = torch.empty(0, dtype=torch.long, device=device)
         self.last, self.ended = self.row, self.row.bool()
         self.attention = torch.empty(0, 0, dtype=torch.bool, device=device)
@@ -229,19 +231,24 @@ class _Live:
         named = inspect.signature(model.forward).parameters  # renamed within transformers 5
         self.cache_name = "cache" if "cache" in named else "past_key_values"
 
-    def forward(self, tokens: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
+    def forward(self, row: Tensor, tokens: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
         """tokens [n, m] at the end of attention [n, W] -> logits [n, V] after the last of them."""
+        m = tokens.shape[1]
+        where = positions(attention)[:, -m:]
         out = self.model(
             input_ids=tokens, attention_mask=attention.long(), use_cache=True, logits_to_keep=1,
-            position_ids=positions(attention)[:, -tokens.shape[1] :], **{self.cache_name: cache},
+            position_ids=where, **{self.cache_name: cache},
         )
+        if self.routing:
+            self.routing.note(row, where, attention[:, -m:])
         return out.logits[:, -1]
 
     def admit(self, numbers: list[int], prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Prefills n prompts and joins them to the rows under way -> their slots [n], logits."""
         tokens, attention = left_pad(prompts, self.pad_id, self.device)
         cache, R, n = DynamicCache(), len(self.row), len(prompts)
-        logits = self.forward(tokens, attention, cache)
+        row = torch.tensor(numbers, device=self.device)
+        logits = self.forward(row, tokens, attention, cache)
         if R:
             W = max(self.attention.shape[1], attention.shape[1])
             for old, new in zip(self.cache.layers, cache.layers):
@@ -249,7 +256,6 @@ class _Live:
                 new.values = torch.cat([_widen(old.values, W, -2), _widen(new.values, W, -2)])
             attention = torch.cat([_widen(self.attention, W, 1), _widen(attention, W, 1)])
         self.cache, self.attention = cache, attention
-        row = torch.tensor(numbers, device=self.device)
         self.row, self.last = torch.cat([self.row, row]), torch.cat([self.last, row])
         self.ended = torch.cat([self.ended, torch.zeros_like(row, dtype=torch.bool)])
         return torch.arange(R, R + n, device=self.device), logits
@@ -257,7 +263,7 @@ class _Live:
     def step(self) -> tuple[Tensor, Tensor]:
         """Feeds the last tokens -> slots [n] of the rows that go on, logits [n, V]."""
         self.attention = torch.cat([self.attention, ~self.ended[:, None]], 1)
-        logits = self.forward(self.last[:, None], self.attention, self.cache)
+        logits = self.forward(self.row, self.last[:, None], self.attention, self.cache)
         slots = (~self.ended).nonzero()[:, 0]
         return slots, logits[slots]
 
@@ -304,6 +310,56 @@ def _check_generate(prompts, max_new_tokens, temperature, max_rows) -> None:
         )
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: expected 0 (greedy) or more, found {temperature}")
+
+
+class Routing:
+    """R3 (Ma et al. 2025, 2510.11370): the expert choices of a mixture-of-experts model, noted while
+    it samples and replayed in the trainer's forward pass. Gate weights are computed anew from the
+    trainer's router, so its gradient is kept. Without R3 a token near a tie goes to other experts
+    in the trainer than in the sampler, and ρ jumps.
+
+    For routers that return (logits, scores, indices) with scores = softmax(logits) of the chosen,
+    made to sum to one or not: Qwen3-MoE, Mixtral and their like in transformers.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        if not self.routers:
+            raise ValueError("--router-replay: expected a model with top-k routers, found none in "
+                             f"{type(model).__name__}")
+        self.seen, self.replay = [], None
+        for layer, router in enumerate(self.routers):
+            router.register_forward_hook(lambda *call, layer=layer: self._hook(layer, *call))
+
+    def start(self, rows: int, width: int) -> None:
+        """Room for the choices of new rows: choice [rows, width, L, k] by position, −1 = not noted."""
+        shape = rows, width, len(self.routers), self.routers[0].top_k
+        self.choice = torch.full(shape, -1, dtype=torch.int16, device=self.routers[0].weight.device)
+        self.seen = []
+
+    def note(self, row: Tensor, position: Tensor, real: Tensor) -> None:
+        """The choices of the forward pass just done: row [n], position and real [n, m]."""
+        n, m = position.shape
+        choice = torch.stack(self.seen).view(len(self.routers), n, m, -1).permute(1, 2, 0, 3)
+        self.choice[row[:, None].expand(n, m)[real], position[real]] = choice[real].to(torch.int16)
+        self.seen = []
+
+    def columns(self, attention: Tensor) -> Tensor:
+        """The noted choices in the columns of attention [B, S] -> [B, S, L, k]."""
+        rows = torch.arange(len(attention), device=attention.device)[:, None]
+        return torch.where(attention[..., None, None], self.choice[rows, positions(attention)], -1)
+
+    def _hook(self, layer: int, router: nn.Module, inputs: tuple, output: tuple) -> tuple | None:
+        logits, scores, own = output
+        if self.replay is None:
+            self.seen.append(own)
+            return None
+        noted = self.replay[:, :, layer].flatten(0, 1).long()
+        index = torch.where(noted >= 0, noted, own)  # the last token never went through the sampler
+        score = logits.float().softmax(-1).gather(-1, index)
+        if getattr(router, "norm_topk_prob", True):
+            score = score / score.sum(-1, keepdim=True)
+        return logits, score.to(scores.dtype), index
 
 
 def generate_batch(
@@ -371,6 +427,7 @@ def collect(
     generator: torch.Generator | None = None,
     max_rows: int = 256,
     sampler: Callable = generate,
+    routing: Routing | None = None,
 ) -> Batch:
     """Samples a response to each prompt (token ids, length B) and verifies it -> Batch.
 
@@ -380,6 +437,7 @@ def collect(
     tokens, attention, mask, logp_roll = sampler(
         model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, eos_id=eos_id,
         pad_id=tokenizer.pad_token_id, generator=generator, max_rows=max_rows,
+        **({"routing": routing} if routing else {}),
     )
     T = mask.shape[1]
     last = tokens[:, -T:].gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
@@ -389,9 +447,8 @@ def collect(
     reward = reward.to(tokens.device)
     # assumption: a truncated response is a failure (R = −1), not a state to bootstrap from
     reward = torch.where(truncated, -1.0, reward)
-    return Batch(
-        tokens, attention, mask, prompt_id.to(tokens.device), reward, truncated, logp_roll
-    )
+    return Batch(tokens, attention, mask, prompt_id.to(tokens.device), reward, truncated, logp_roll,
+                 routing.columns(attention) if routing else None)
 
 
 def decode(tokenizer, tokens: Tensor, mask: Tensor) -> list[str]:

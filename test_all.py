@@ -31,6 +31,7 @@ if not torch.cuda.is_available():  # before anything imports triton, as transfor
 
 from transformers import (
     AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
+    MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM,
 )
 
 import actor_loss
@@ -3062,11 +3063,77 @@ def test_train_target_is_the_exit_status(go, capsys):
     assert "below the target 1.1" in last and last.endswith("files in r")
 
 
+# ------------------------------------------------------------------- train.py, mixture of experts
+
+
+def _moe(kind):
+    torch.manual_seed(0)
+    config = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+              "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 65,
+              "pad_token_id": 65, "initializer_range": 0.3}
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(num_local_experts=8, **config)).eval()
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        num_experts=8, moe_intermediate_size=16, head_dim=8, norm_topk_prob=kind == "qwen3", **config
+    )).eval()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3, weights not normalised", "mixtral"])
+def test_train_router_replay(kind, tmp_path, monkeypatch):
+    """R3: a bf16 sampler and the float32 trainer choose the same experts on every token, ρ comes
+    closer to 1, and the router still has a gradient. Replaying its own choices changes nothing."""
+    _moe(kind).save_pretrained(tmp_path)
+    rollout.task_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setitem(rollout.VERIFIERS, "even", _even)
+    off = {}
+    for replay in (False, True):
+        run = train.setup(train.parse([
+            *TINY, "--model", str(tmp_path), "--method", "reinforce++", "--rollout-dtype", "bfloat16",
+            "--router-replay" if replay else "--no-router-replay", "--rollout-batch", "32"])[0])
+        batch, _ = train.rollout_batch(run, train.generator(0, "train", 0))
+        batch.logp_old = train.score(run, batch)[0]
+        off[replay] = (batch.logp_old - batch.logp_roll)[batch.mask].abs()
+    assert off[True].mean() < 0.7 * off[False].mean() and off[True].max() < off[False].max()
+
+    noted, attention, agree = batch.routing, batch.attention, []
+    for layer, router in enumerate(run.actor.routing.routers):
+        router.register_forward_hook(lambda m, i, out, layer=layer: agree.append(
+            (out[2].view(*attention.shape, 2) == noted[:, :, layer])[noted[:, :, layer, 0] >= 0].all()))
+    run.actor(batch.tokens, attention, batch.mask, False, noted)[0].sum().backward()
+    assert len(agree) == 3 and all(agree)
+    assert all(r.weight.grad.abs().sum() > 0 for r in run.actor.routing.routers)
+    fed = attention.sum(1) - 1  # all tokens but the last one sampled
+    assert ((noted[..., 0, 0] >= 0).sum(1) == fed).all()
+
+    with torch.no_grad():
+        own = run.actor(batch.tokens, attention, batch.mask, False, torch.full_like(noted, -1))
+        run.actor.routing.replay = None
+        run.actor.routing.seen = []
+        plain = run.actor(batch.tokens, attention, batch.mask, False)
+    assert torch.allclose(own, plain, atol=1e-6)
+
+
+def test_train_router_replay_needs_routers(base, monkeypatch):
+    """A dense model has no router: one sentence."""
+    with pytest.raises(ValueError, match="--router-replay: expected a model with top-k routers"):
+        _run(base, monkeypatch, "--router-replay")
+
+
 # ---------------------------------------------------------------------------- train.py on two ranks
 
 
-def _updates(run, batch, out=None):
-    """Scores and updates of one given batch: metrics, and every parameter afterwards, whole."""
+def _updates(run, folder):
+    """A gradient of value pretraining, then scores and updates of one given batch: metrics, and
+    every tensor, whole."""
+    batch = torch.load(os.path.join(folder, "batch.pt"), weights_only=False)
+    pool = vp.TrajectoryPool.open(os.path.join(folder, "pool"))
+    rows, how = np.arange(len(pool)), {"token_budget": 60, "rank": run.rank, "world": run.size}
+    tensors = {"pretraining loss": vp.accumulate_gradient(run.critic, pool, rows, **how)}
+    tensors |= {"gradient of " + name: train.gathered(p.grad).clone()
+                for name, p in run.critic.named_parameters()}
+    run.critic.zero_grad()
+    assert abs(vp.held_out_ev(run.critic, pool, rows, **how)) < 1
     for opt in (run.actor_opt, run.critic_opt):  # Adam divides by tiny numbers: compare SGD
         opt.step = torch.optim.SGD(opt.param_groups[0]["params"], 0.1).step
     batch.logp_old, entropy, batch.value = train.score(run, batch)
@@ -3074,23 +3141,23 @@ def _updates(run, batch, out=None):
     rng = torch.Generator().manual_seed(0)
     metrics = train.update_critic(run, batch, rng) | train.update_actor(run, batch, rng)
     named = {**run.actor.state_dict(), **run.critic.state_dict()}
-    tensors = {name: train.gathered(x).clone() for name, x in named.items()}
-    tensors |= {"logp_old": batch.logp_old, "value": batch.value, "entropy": entropy}
-    if out and run.rank == 0:
-        torch.save((tensors, metrics), out)
-    return tensors, metrics
+    tensors |= {name: train.gathered(x).clone() for name, x in named.items()}
+    return tensors | {"logp_old": batch.logp_old, "value": batch.value, "entropy": entropy}, metrics
 
 
 def _rank(rank, folder, base, port, flags):
-    """One of two processes: the updates, then sampling and selection with uneven lengths."""
+    """One of two processes: updates, a checkpoint, sampling and selection with uneven lengths."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     rollout.VERIFIERS["even"], train.build_base = _even, lambda: base
     run = train.setup(train.parse([*TINY, *flags])[0])
     train.prepare_critic(run)
-    batch = torch.load(os.path.join(folder, "batch.pt"), weights_only=False)
-    _updates(run, batch, os.path.join(folder, "two.pt"))
+    found = _updates(run, folder)
+    if rank == 0:
+        torch.save(found, os.path.join(folder, "two.pt"))
+    run.cfg.out, run.step = folder, 1
+    train.save(run)
     sampled, metrics = train.rollout_batch(run, train.generator(0, "train", 1))
     ids = torch.arange(5)
     torch.save((sampled, train.initial_values(run, ids), train.evaluate(run), metrics),
@@ -3104,15 +3171,18 @@ def _free_port():
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("flags", [("--token-budget", "60"), ("--checkpoint-activations",)])
-def test_train_two_ranks_are_one_process(base, monkeypatch, tmp_path, flags):
-    """FSDP2 on two processes: scores, losses, norms and updated weights of one, to 1e-6, with
-    uneven lengths; then both ranks hold the same sampled batch, from different draws."""
+@pytest.mark.parametrize("flags", [("--token-budget", "60"), (
+    "--checkpoint-activations", "--shard-size", "1")])
+def test_train_two_ranks_are_one_process(base, monkeypatch, tmp_path, flags, capsys):
+    """FSDP2 on two processes, sharded or replicated: scores, losses, norms and updated weights of
+    one, to 1e-6, with uneven lengths; both ranks hold the same sampled batch; their checkpoint
+    resumes on one process."""
     run = _run(base, monkeypatch, *flags)
     batch, _ = train.rollout_batch(run, train.generator(0, "train", 0))
     assert len(set(batch.mask.sum(1).tolist())) > 3
     torch.save(batch, tmp_path / "batch.pt")
-    one, metrics = _updates(run, batch)
+    vp.TrajectoryPool(tmp_path / "pool").append(batch, 0)
+    one, metrics = _updates(run, str(tmp_path))
     torch.multiprocessing.spawn(_rank, (str(tmp_path), base, _free_port(), flags), nprocs=2)
     two, theirs = torch.load(tmp_path / "two.pt")
     assert one.keys() == two.keys()
@@ -3124,6 +3194,14 @@ def test_train_two_ranks_are_one_process(base, monkeypatch, tmp_path, flags):
         torch.load(tmp_path / f"rank{r}.pt", weights_only=False) for r in (0, 1))
     assert torch.equal(a.tokens, b.tokens) and torch.equal(va, vb) and ea == eb and ma == mb
     assert len(a.mask) == 16 and a.prompt_id.unique().numel() == 16
+
+    run.cfg.out, run.step = str(tmp_path), 0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "rollout/success": 1}\n')
+    train.load(run)
+    assert run.step == 1 and "written by 2 ranks, resumed on 1" in capsys.readouterr().out
+    named = {**run.actor.state_dict(), **run.critic.state_dict()}
+    assert all(torch.equal(x, two[name]) for name, x in named.items())
+    assert not (tmp_path / "metrics.jsonl").read_text()
 
 
 def _command(*flags, ranks=0, script="train.py"):

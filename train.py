@@ -19,8 +19,8 @@ whole rollout batch, tokens and numbers alike, and works on its share of the row
 is decided from the same numbers by the same generator on each, so nothing else is communicated, and
 advantages, counts and denominators are global without further care.
 
-Differs from the paper: see the README's assumptions. Left out: replay of expert choices (R3),
-asynchronous rollouts, a judge model.
+Differs from the paper: see the README's assumptions. Left out: asynchronous rollouts, judge models,
+multimodal data.
 
     python train.py                                          the embedded task, all stages
     python train.py --model DIR --data problems.jsonl        your model, your problems
@@ -104,6 +104,7 @@ class Config:
     temperature: float = flag(1.0, "of sampling, and so of the policy that is trained")
     rollout_dtype: str = flag("", "sample with a copy of this type; empty: none", "", "bfloat16", "float16")
     sampler: str = flag("generate", "generate, or generate_batch (paged, for GPUs)", *rollout.SAMPLERS)
+    router_replay: bool = flag(False, "R3: train with the experts that the sampler chose (MoE)")
     max_rows: int = flag(256, "responses under way at once")
     verifier: str = flag("boxed", "of responses: boxed, number, math_verify or chain")
     instruction: str = flag(
@@ -330,6 +331,9 @@ def check(cfg: Config) -> None:
             if not os.path.isfile(os.path.join(path, "config.json")) and looks_local(path):
                 raise ValueError(f"--{name.replace('_', '-')}: expected a folder with a Hugging "
                                  f"Face model (config.json), found none at {path}")
+    if cfg.router_replay and cfg.sampler != "generate":
+        raise ValueError("--router-replay: expected --sampler generate, which notes the expert "
+                         f"choices, found {cfg.sampler}")
     if cfg.critic and not os.path.isfile(os.path.join(cfg.critic, HEAD_FILE)):
         raise ValueError(f"--critic: expected the folder of a critic ({HEAD_FILE}), found {cfg.critic}")
     if cfg.verifier == "math_verify":
@@ -365,6 +369,7 @@ class Run:
     critic: Critic | None = None
     critic_opt: torch.optim.Optimizer | None = None
     sampler: nn.Module | None = None  # whole copy of a sharded actor, or of another dtype
+    routing: rollout.Routing | None = None  # notes the sampler's expert choices
     daps: DAPS | None = None
     step: int = 0
     before: dict = field(default_factory=dict)  # the evaluation before training
@@ -376,14 +381,18 @@ class Actor(nn.Module):
     """A causal language model that answers with log-probs, so that the output matrix is used inside
     forward, where FSDP2 has put it together."""
 
-    def __init__(self, model: nn.Module, temperature: float):
+    def __init__(self, model: nn.Module, temperature: float, router_replay: bool = False):
         super().__init__()
         self.model, self.temperature = model, temperature
+        self.routing = rollout.Routing(model) if router_replay else None
 
-    def forward(self, tokens: Tensor, attention: Tensor, mask: Tensor, entropy: bool) -> Tensor:
+    def forward(self, tokens: Tensor, attention: Tensor, mask: Tensor, entropy: bool,
+                routing: Tensor | None = None) -> Tensor:
         """log π(a_t|s_t) [1, B, T] of the trainable tokens, 0 where masked: full vocabulary, at the
         sampling temperature. With entropy [2, B, T]: that of the distributions, no gradient."""
         T = mask.shape[1]
+        if self.routing:  # stays set, for activations that are computed again in the backward pass
+            self.routing.replay = routing
         hidden = self.model.base_model(
             input_ids=tokens, attention_mask=attention.long(), position_ids=positions(attention),
             use_cache=False).last_hidden_state
@@ -444,14 +453,18 @@ def setup(cfg: Config) -> Run:
     model = pretrained(AutoModelForCausalLM, path, dtype=getattr(torch, cfg.dtype), **how)
     check_model(cfg, model, prompts)
     sampler = None
-    if cfg.rollout_dtype or size > 1 or cfg.sampler != "generate":  # it changes the attention
+    # a copy samples where the actor cannot: in another type, in parts, or seen by other code
+    if cfg.rollout_dtype or size > 1 or cfg.sampler != "generate" or cfg.router_replay:
         sampler = copy.deepcopy(model).to(device)
         for p in sampler.parameters():  # not the tables of RoPE, which stay float32
             p.data = p.data.to(getattr(torch, cfg.rollout_dtype or cfg.dtype))
-    actor = shard(Actor(model, cfg.temperature), model.config, cfg, size, device)
+    recorder = rollout.Routing(sampler) if cfg.router_replay else None
+    actor = Actor(model, cfg.temperature, cfg.router_replay)
+    actor = shard(actor, model.config, cfg, size, device)
     run = Run(
         cfg, method_of(cfg), device, tokenizer, eos_ids(model, tokenizer), train, prompts, held_out,
-        eval_prompts, actor, optimizer(actor, cfg.lr, cfg.weight_decay), rank, size, sampler=sampler)
+        eval_prompts, actor, optimizer(actor, cfg.lr, cfg.weight_decay), rank, size, sampler=sampler,
+        routing=recorder)
     if run.method.selection == "daps":
         run.daps = DAPS(len(train), a_min=cfg.a_min, n_c=cfg.n_c, decay=cfg.decay,
                         uniform=cfg.daps_uniform, ramp=cfg.daps_ramp)
@@ -663,7 +676,7 @@ def autocast(run: Run):
 def actor_logp(run: Run, b: Batch, *, entropy: bool = False) -> Tensor:
     """log π(a_t|s_t) [B, T], or with entropy both, [2, B, T]."""
     with autocast(run):
-        out = run.actor(b.tokens, b.attention, b.mask, entropy)
+        out = run.actor(b.tokens, b.attention, b.mask, entropy, b.routing)
     return out if entropy else out[0]
 
 
@@ -806,7 +819,8 @@ def respond(run, prompts, problems, ids, rng, temperature, model=None) -> Batch:
             [prompts[i] for i in share], [problems[i].answer for i in share], share,
             rollout.VERIFIERS[cfg.verifier], eos_id=run.eos_id, max_new_tokens=cfg.max_response,
             temperature=temperature, generator=torch.Generator(run.device).manual_seed(seed),
-            max_rows=cfg.max_rows, sampler=rollout.SAMPLERS[cfg.sampler])
+            max_rows=cfg.max_rows, sampler=rollout.SAMPLERS[cfg.sampler],
+            routing=None if model else run.routing)
     if run.size == 1:
         return batch
     batches = [None] * run.size
