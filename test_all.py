@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # before anything imports triton, as transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -3061,6 +3063,64 @@ def test_train_target_is_the_exit_status(go, capsys):
     assert go("--steps 1 --out r --target 1.1") == 1
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert "below the target 1.1" in last and last.endswith("files in r")
+
+
+# ----------------------------------------------------------------------------- train.py, memory
+
+
+class _Peak(TorchDispatchMode):
+    """Bytes of all tensors made inside that are alive, and the most at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.known = set()
+
+    def _gone(self, key, n):
+        self.known.discard(key)
+        self.now -= n
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if torch.is_tensor(x) and (key := x.untyped_storage()._cdata) not in self.known:
+                n = x.untyped_storage().nbytes()
+                self.known.add(key)
+                self.now += n
+                weakref.finalize(x.untyped_storage(), self._gone, key, n)
+        self.most = max(self.most, self.now)
+        return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("H, I, L", [(64, 192, 4), (128, 192, 4), (64, 384, 8)])
+def test_train_memory_is_computed_to_a_fifth(H, I, L, recompute, dtype):
+    """memory_gib's activations of one pass against the measured peak, gradients left out."""
+    config = LlamaConfig(hidden_size=H, intermediate_size=I, num_hidden_layers=L, vocab_size=100,
+                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    actor = train.Actor(LlamaForCausalLM(config).to(getattr(torch, dtype)), 1.0)
+    if recompute:
+        train.checkpoint_activations(actor.model)
+        actor.train()
+    tokens, attention = torch.randint(100, (4, 256)), torch.ones(4, 256).bool()
+    with _Peak() as peak:
+        actor(tokens, attention, attention[:, 2:], False).sum().backward()
+    measured = peak.most - sum(p.numel() * p.element_size() for p in actor.parameters())
+    cfg = train.replace(train.parse(TINY)[0], token_budget=1024, max_prompt=2, max_response=254,
+                        compute_dtype=dtype, checkpoint_activations=recompute)
+    computed = 2**30 * train.memory_gib(config, cfg, cuda=False)["pass"]
+    assert 0.8 < computed / measured < 1.25
+
+
+def test_train_memory_states_by_hand():
+    """16 bytes a parameter for each of actor and critic, shared by the ranks; the copy is whole."""
+    model = _llama(tie_word_embeddings=False)
+    n = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    cfg = train.parse(TINY)[0]
+    assert train.memory_gib(model.config, cfg)["states"] * 2**30 == 32 * n
+    two = train.memory_gib(model.config, cfg, 2)
+    assert two["states"] * 2**30 == 16 * n and two["copy"] * 2**30 == 4 * n
 
 
 # ------------------------------------------------------------------- train.py, mixture of experts

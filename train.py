@@ -171,11 +171,12 @@ PRESETS = {
     # the paper's public settings; one 8-GPU node
     "qwen2.5-math-1.5b": dict(
         model="Qwen/Qwen2.5-Math-1.5B", max_response=3072, compute_dtype="bfloat16",
-        rollout_dtype="bfloat16", eval_k=16, steps=400,
+        rollout_dtype="bfloat16", checkpoint_activations=True, eval_k=16, steps=400,
     ),
     "r1-distill-1.5b": dict(
         model="deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", max_response=16384,
-        compute_dtype="bfloat16", rollout_dtype="bfloat16", eval_k=32, steps=400, max_rows=128,
+        compute_dtype="bfloat16", rollout_dtype="bfloat16", checkpoint_activations=True, eval_k=32,
+        steps=400, max_rows=128,
     ),
 }
 
@@ -996,6 +997,54 @@ def peak_memory(device: torch.device) -> float:
         return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def memory_gib(config, cfg: Config, ranks: int = 1, cuda: bool = True) -> dict[str, float]:
+    """Computed peak memory per rank, by part, for a dense Llama-like config (transformers).
+
+    states  parameters, gradients and two moments of actor and critic in float32, shared out
+    copy    the whole model that samples       whole  what FSDP2 puts together at a time
+    pass    activations of one micro-batch     cache  keys and values of all rows under way
+    peak    states + copy + the larger of an update (whole + pass) and a rollout (cache)
+
+    The factors 10 H + 4 I numbers per token and layer were fitted to the measured peaks of small
+    models on a CPU, which a test repeats.
+    """
+    H, I, L, V = (config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size)
+    d = getattr(config, "head_dim", None) or H // config.num_attention_heads
+    kv = config.num_key_value_heads * d
+    layer = 2 * H * (config.num_attention_heads * d + kv) + 3 * H * I
+    outer = V * H * (1 if config.tie_word_embeddings else 2)
+    n, bf16 = L * layer + outer, cfg.compute_dtype == "bfloat16"
+    tokens = max(cfg.token_budget, cfg.max_prompt + cfg.max_response)
+    active = 2 * L * H + 10 * H + 4 * I if cfg.checkpoint_activations else L * (10 * H + 4 * I)
+    logits = min(tokens * V, 2**27 if cuda else 2**21)  # linear_token_logp's chunk
+    wide = 2 if cfg.rollout_dtype else 4
+    rows = min(cfg.max_rows, -(-cfg.rollout_batch // ranks))
+    gib = {
+        "states": 2 * 16 * n / ranks,
+        "copy": n * wide if cfg.rollout_dtype or ranks > 1 else 0,
+        "whole": (outer + 2 * layer) * (2 if bf16 else 4) if ranks > 1 else 0,
+        "pass": tokens * active * (2.35 if bf16 else 4) + 2 * logits * (2 if bf16 else 4),
+        "cache": rows * (2 * L * kv * (cfg.max_prompt + cfg.max_response) * wide + 3 * 4 * V),
+    }
+    gib["peak"] = gib["states"] + gib["copy"] + max(gib["whole"] + gib["pass"], gib["cache"])
+    return {name: x / 2**30 for name, x in gib.items()}
+
+
+def memory_table() -> None:
+    """Prints the README's table: Qwen2.5's sizes × response length × GPUs, bf16 compute."""
+    sizes = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "7B": (3584, 18944, 28, 28, 4)}
+    print("| model | response | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in (1, 2, 4, 8)) + " |")
+    print("|---|---|" + "---|" * 4)
+    for name, (H, I, L, heads, kv) in sizes.items():
+        config = LlamaConfig(hidden_size=H, intermediate_size=I, num_hidden_layers=L, vocab_size=151936,
+                             num_attention_heads=heads, num_key_value_heads=kv,
+                             tie_word_embeddings=name != "7B")
+        for T in (3072, 8192, 16384):
+            cfg = replace(Config(**PRESETS["qwen2.5-math-1.5b"]), max_response=T, max_rows=128)
+            peaks = [memory_gib(config, cfg, n)["peak"] for n in (1, 2, 4, 8)]
+            print(f"| {name} | {T:,} | " + " | ".join(f"{x:.0f}" for x in peaks) + " |")
 
 
 def show_response(run: Run, b: Batch, pieces: int = 12) -> str:
