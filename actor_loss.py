@@ -36,6 +36,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 try:
     import triton
@@ -152,7 +153,9 @@ class _LinearLogp(torch.autograd.Function):
     """hidden [N, H], weight [V, H], tokens [N] -> log π [N]; saves one logsumexp per token."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, tokens, temperature, kernel):
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, tokens: Tensor,
+                temperature: float, kernel: bool) -> Tensor:
+        """log π [N] of the tokens; kernel picks the Triton tier."""
         dtype = _accumulator(hidden, weight)
         chosen = (hidden.to(dtype) * weight[tokens].to(dtype)).sum(1) / temperature  # z[a]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -163,7 +166,8 @@ class _LinearLogp(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad [N] -> gradients of hidden and weight, if those need one; None for the rest."""
         hidden, weight, tokens, lse = ctx.saved_tensors
         logit_grad = _logit_grad_triton if ctx.kernel else _logit_grad_torch
         # The kernel sums products of the model's dtype in float32; torch would round each logit.
@@ -454,6 +458,7 @@ def _weight(loss_fn, ratio: float, advantage: float) -> float:
 
 
 def demo() -> None:
+    """Print the weight of each loss by ratio and sign of Â, and what the masks drop under noise."""
     losses = {"CISPO": cispo_loss, "PPO-clip": ppo_clip_loss, "DIS": dis_loss,
               "Flash": flash_reinforce_loss}
     print("Weight of ∇ log π at one token, −∂L/∂log π: the loss as its gradient sees it.\n")
@@ -490,6 +495,7 @@ def measure(variant: str, n: int, vocab: int, width: int) -> tuple[float, float]
     tokens, g = torch.randint(vocab, (1, n), device=device), torch.randn(1, n, device=device)
 
     def step(rows: int) -> float:
+        """Seconds of one forward and backward pass over the first rows tokens."""
         h, a = hidden[:, :rows], tokens[:, :rows]
         start = time.perf_counter()
         if variant == "naive":

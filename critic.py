@@ -44,6 +44,7 @@ class ValueHead(nn.Linear):
     def _apply(self, fn, recurse: bool = True) -> nn.Module:
         """`.to(bfloat16)` and `.half()` move the weight but leave it float32."""
         def move(w: Tensor) -> Tensor:
+            """fn(w), of which a half-precision result counts for its device alone."""
             new = fn(w)
             return w.to(new.device) if new.dtype in (torch.bfloat16, torch.float16) else new
         return super()._apply(move, recurse)

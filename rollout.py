@@ -14,8 +14,8 @@ with the trainer's log π_old). Shapes, for B prompts, the longest prompt P and 
     response(x) = x[:, −T−1:−1]                         the one place where the shift by one happens
 
 Masks come from positions, never from `ids == pad`: pad == eos is normal. Four parts: the batch,
-the samplers (`generate`, or another engine with its arguments), problems and verifiers, the embedded
-task. Left out: servers of their own, sampling while training.
+the samplers (`generate`, or another engine with its arguments), problems and verifiers, the
+embedded task. Left out: servers of their own, sampling while training.
 
     python rollout.py              one batch of the embedded task, token by token
     python rollout.py --bench      tokens per second against transformers' own model.generate
@@ -45,7 +45,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
+    AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import DynamicCache
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
@@ -93,7 +94,11 @@ def take(batch: Batch, rows: Tensor) -> Batch:
     picked = {}
     for name, x in _present(batch).items():
         x = x[rows]
-        picked[name] = x[:, first : S - T + width] if name in WIDE else x[:, :width] if x.ndim > 1 else x
+        if name in WIDE:
+            x = x[:, first : S - T + width]
+        elif x.ndim > 1:
+            x = x[:, :width]
+        picked[name] = x
     return Batch(**picked)
 
 
@@ -123,12 +128,12 @@ def _present(batch: Batch) -> dict[str, Tensor]:
 def length_groups(
     prompt: list[int], answer: list[int], token_budget: int, size: int = 1
 ) -> list[list[int]]:
-    """Row numbers in groups of similar length: (P + T) × rows ≤ token_budget for each of `size` ranks,
-    of which each takes every size-th row of every group, so that all run the same number of passes.
+    """Row numbers in groups of similar length: (P + T) × rows ≤ token_budget for each of `size`
+    ranks. Each takes every size-th row of every group, so that all run as many passes.
 
-    prompt and answer are lengths [B]; a single row per rank may be over the budget. A group also ends
-    where padding would be over 15 % of it, unless it is a trifle. Longest first, so that a lack of
-    memory shows in the first pass and not after an hour.
+    prompt and answer are lengths [B]; a single row per rank may be over the budget. A group also
+    ends where padding would be over 15 % of it, unless it is a trifle. Longest first, so that a
+    lack of memory shows in the first pass and not after an hour.
     """
     order = sorted(range(len(prompt)), key=lambda i: -(prompt[i] + answer[i]))
     groups, group, P, T, real = [], [], 0, 0, 0
@@ -181,7 +186,8 @@ def generate(
     live, waiting = _Live(model, pad_id, device, routing), list(range(B))
     if routing:
         routing.start(B, max(map(len, prompts)) + max_new_tokens)
-    bar = tqdm(total=B, desc="responses", delay=5, leave=False, disable=os.getenv("RANK", "0") != "0")
+    bar = tqdm(total=B, desc="responses", delay=5, leave=False,
+               disable=os.getenv("RANK", "0") != "0")
     while True:
         bar.update(live.drop_ended())
         free = max_rows - len(live.row)
@@ -231,7 +237,9 @@ class _Live:
         named = inspect.signature(model.forward).parameters  # renamed within transformers 5
         self.cache_name = "cache" if "cache" in named else "past_key_values"
 
-    def forward(self, row: Tensor, tokens: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
+    def forward(
+        self, row: Tensor, tokens: Tensor, attention: Tensor, cache: DynamicCache
+    ) -> Tensor:
         """tokens [n, m] at the end of attention [n, W] -> logits [n, V] after the last of them."""
         m = tokens.shape[1]
         where = positions(attention)[:, -m:]
@@ -291,7 +299,9 @@ def _widen(x: Tensor, W: int, dim: int) -> Tensor:
     return torch.cat([x.new_zeros(shape), x], dim) if shape[dim] else x
 
 
-def left_pad(rows: list[list[int]], pad_id: int, device) -> tuple[Tensor, Tensor]:
+def left_pad(
+    rows: list[list[int]], pad_id: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
     """Lists of ids -> tokens [B, P] and attention [B, P]."""
     P = max(map(len, rows))
     tokens = torch.tensor([[pad_id] * (P - len(row)) + list(row) for row in rows], device=device)
@@ -313,16 +323,16 @@ def _check_generate(prompts, max_new_tokens, temperature, max_rows) -> None:
 
 
 class Routing:
-    """R3 (Ma et al. 2025, 2510.11370): the expert choices of a mixture-of-experts model, noted while
-    it samples and replayed in the trainer's forward pass. Gate weights are computed anew from the
-    trainer's router, so its gradient is kept. Without R3 a token near a tie goes to other experts
-    in the trainer than in the sampler, and ρ jumps.
+    """R3 (Ma et al. 2025, 2510.11370): the expert choices of a mixture-of-experts model, noted
+    while it samples and replayed in the trainer's forward pass. Gate weights are computed anew from
+    the trainer's router, so its gradient is kept. Without R3 a token near a tie goes to other
+    experts in the trainer than in the sampler, and ρ jumps.
 
     For routers that return (logits, scores, indices) with scores = softmax(logits) of the chosen,
     made to sum to one or not: Qwen3-MoE, Mixtral and their like in transformers.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         self.routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
         if not self.routers:
             raise ValueError("--router-replay: expected a model with top-k routers, found none in "
@@ -332,7 +342,7 @@ class Routing:
             router.register_forward_hook(lambda *call, layer=layer: self._hook(layer, *call))
 
     def start(self, rows: int, width: int) -> None:
-        """Room for the choices of new rows: choice [rows, width, L, k] by position, −1 = not noted."""
+        """Room for the choices of new rows: choice [rows, width, L, k] by position, −1: unknown."""
         shape = rows, width, len(self.routers), self.routers[0].top_k
         self.choice = torch.full(shape, -1, dtype=torch.int16, device=self.routers[0].weight.device)
         self.seen = []
@@ -415,7 +425,7 @@ SAMPLERS = {"generate": generate, "generate_batch": generate_batch}
 
 def collect(
     model: nn.Module,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
     answers: list[str],
     prompt_id: Tensor,
@@ -451,7 +461,7 @@ def collect(
                  routing.columns(attention) if routing else None)
 
 
-def decode(tokenizer, tokens: Tensor, mask: Tensor) -> list[str]:
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, mask: Tensor) -> list[str]:
     """Text of each row of tokens [B, T] where mask [B, T] is True, without special tokens."""
     rows = [row[kept].tolist() for row, kept in zip(tokens.cpu(), mask.cpu())]
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
@@ -541,7 +551,9 @@ def _read_answer(row: dict) -> str:
     return answer
 
 
-def encode_prompt(tokenizer, problem: Problem, *, instruction: str = "") -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, problem: Problem, *, instruction: str = ""
+) -> list[int]:
     r"""Token ids by the chat template, up to where the reply starts; without one, of plain text.
 
     instruction is added to the user's last message on a line of its own, for example
@@ -855,23 +867,26 @@ def _bench(folder: str, prompts: int, limit: int, rows: int, seed: int) -> None:
     """Response tokens per second of generate and of model.generate: same model, prompts, limit."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) if folder else _bench_model(100)
-    model.to(device)
+    model = (AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) if folder
+             else _bench_model(100)).to(device)
     eos = model.generation_config.eos_token_id
     if folder:  # a real model's own lengths, and a prompt that its tokenizer would write
         ids = AutoTokenizer.from_pretrained(folder)
-        lists = [encode_prompt(ids, Problem(f"What is {i} plus {i + 7}?", "")) for i in range(prompts)]
+        texts = [f"What is {i} plus {i + 7}?" for i in range(prompts)]
+        lists = [encode_prompt(ids, Problem(text, "")) for text in texts]
     else:
         rng = random.Random(seed)
         lists = [[rng.randrange(1, 100) for _ in range(rng.randint(5, 30))] for _ in range(prompts)]
 
     def ours() -> int:
+        """Response tokens that generate samples."""
         generator = torch.Generator(device).manual_seed(seed)
         out = generate(model, lists, max_new_tokens=limit, eos_id=eos, pad_id=eos,
                        generator=generator, max_rows=rows)
         return int(out[2].sum())
 
-    def theirs() -> int:  # in batches of as many rows
+    def theirs() -> int:
+        """Response tokens that model.generate samples, in batches of as many rows."""
         torch.manual_seed(seed)
         total = 0
         for start in range(0, prompts, rows):
@@ -883,7 +898,8 @@ def _bench(folder: str, prompts: int, limit: int, rows: int, seed: int) -> None:
             total += int((ended.cumsum(1) - ended == 0).sum())  # up to the first end, included
         return total
 
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
+    threads = f"{torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if device == "cuda" else threads
     print(f"{device} ({name}), {folder or 'a 4-layer model'}, {prompts} prompts, at most {limit} "
           f"tokens, {rows} rows; three runs each, in turn")
     speeds = {ours: [], theirs: []}

@@ -1427,7 +1427,8 @@ def _llama(vocab=13, **how):
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
-        max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=1, **how)).eval()
+        max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=1, **how
+    )).eval()
 
 
 PROMPTS = [[5, 1, 6], [7], [3, 3, 3, 3, 9, 2], [8, 2], [4, 5, 6, 7], [2, 9], [11, 12, 1, 1]]
@@ -1499,7 +1500,7 @@ def test_rollout_sampler_log_probs_are_the_trainers():
 
 
 def test_rollout_greedy_is_transformers_generate():
-    """Temperature 0 gives model.generate(do_sample=False), in the prompts' order, for any max_rows."""
+    """Temperature 0 is model.generate(do_sample=False), in the prompts' order, at any max_rows."""
     model, results = _llama(), []
     for rows in (1, 2, 5, 64):
         tokens, _, mask, logp = generate(model, PROMPTS, max_new_tokens=9, temperature=0, eos_id=1,
@@ -1508,8 +1509,9 @@ def test_rollout_greedy_is_transformers_generate():
         assert (logp[mask] < 0).all()  # scored at temperature 1
     expected = []
     for prompt in PROMPTS:
-        out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(),
-                             do_sample=False, max_new_tokens=9)
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                             max_new_tokens=9)
         expected.append(out[0, len(prompt):].tolist())
     assert all(result == expected for result in results)
 
@@ -1528,7 +1530,7 @@ def test_rollout_positions_stop_where_a_row_ends():
 
 
 def test_rollout_draws_from_the_softmax():
-    """First tokens of 4,000 rows follow softmax(z/τ): every frequency within 4.5 standard errors."""
+    """First tokens of 4,000 rows follow softmax(z/τ): frequencies within 4.5 standard errors."""
     z = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
     tokens, *_ = generate(_Scripted(z), [[0]] * 4000, max_new_tokens=1, temperature=1.5, eos_id=9,
                           pad_id=9, generator=torch.Generator().manual_seed(0), max_rows=300)
@@ -1554,8 +1556,8 @@ def test_rollout_both_samplers_draw_from_the_same_policy():
         ended = torch.isin(tokens[:, -T:], torch.tensor([1, 4])) & mask
         assert (ended.sum(1) <= 1).all() and (mask.sum(1)[~ended.any(1)] == T).all()
         shares.append(torch.bincount(tokens[:, -T], minlength=13) / 600)
-    assert ((shares[0] - shares[1]).abs() < 4.5 * (2 * shares[0] * (1 - shares[0]) / 600 + 1e-5).sqrt()
-            ).all()
+    error = (2 * shares[0] * (1 - shares[0]) / 600 + 1e-5).sqrt()
+    assert ((shares[0] - shares[1]).abs() < 4.5 * error).all()
 
 
 def test_rollout_same_generator_same_sample():
@@ -1608,7 +1610,7 @@ def test_rollout_take_and_concatenate_keep_every_real_token():
 
 
 def test_rollout_take_keeps_a_gap_in_the_mask():
-    """Tool output at the end of the cut: attended columns stay although nothing there is trained."""
+    """Tool output at the end of the cut: attended columns stay though nothing there is trained."""
     batch = _batch([2, 2], [5, 3])
     batch.mask[0, 1:3] = False
     assert take(batch, torch.tensor([0])).mask.tolist() == [[True, False, False, True, True]]
@@ -2758,7 +2760,8 @@ def test_train_one_run_of_every_stage(go):
 
 @pytest.mark.parametrize("flags", [
     "--method grpo-x --k 4", "--method reinforce++", "--k 4", "--loss ppo-clip --selection uniform",
-    "--loss dis --rollout-dtype bfloat16", "--sampler generate_batch", "--compute-dtype bfloat16", "--critic-clip-split"])
+    "--loss dis --rollout-dtype bfloat16", "--sampler generate_batch", "--compute-dtype bfloat16",
+    "--critic-clip-split"])
 def test_train_methods_and_options_run(go, flags):
     """Every row of METHODS, every loss, groups and low precision: finite metrics, weights move."""
     assert go(f"--steps 1 --out r {flags}") == 0
@@ -2773,7 +2776,8 @@ def test_train_micro_batches_do_not_change_the_step(base, monkeypatch):
     """One pass or many of unequal length: the same updated actor and critic to 1e-6."""
     after = []
     for budget in ("100000", "60"):
-        run = _run(base, monkeypatch, "--token-budget", budget, "--weight-decay", "0", "--lr", "1e-4")
+        run = _run(base, monkeypatch, "--token-budget", budget, "--weight-decay", "0",
+                   "--lr", "1e-4")
         for opt in (run.actor_opt, run.critic_opt):  # Adam divides by tiny numbers: compare SGD
             opt.step = torch.optim.SGD(opt.param_groups[0]["params"], 0.1).step
         train.train_step(run)
@@ -2823,7 +2827,8 @@ def test_train_resume_is_bit_exact(go):
     assert train.main("--resume parts --steps 4".split()) == 0
     (whole, numbers), (parts, again) = _last_state("whole"), _last_state("parts")
     assert _equal(whole, parts) and numbers == again and len(whole) > 100
-    steps = [[m["actor/loss"] for m in _metrics(f) if "actor/loss" in m] for f in ("whole", "parts")]
+    steps = [[m["actor/loss"] for m in _metrics(f) if "actor/loss" in m]
+             for f in ("whole", "parts")]
     assert steps[0] == steps[1] and len(steps[0]) == 4
 
 
@@ -2849,7 +2854,8 @@ def test_train_a_checkpoint_cannot_run_code(go, capsys):
     """An index that names a function is refused without calling it; so is a tensor file."""
     assert go("--steps 1 --out r") == 0
     path = train.checkpoints("r")[-1]
-    for file, write in ((".metadata", pickle.dump), ("__0_0.distcp", lambda x, f: torch.save(x, f))):
+    for file, write in ((".metadata", pickle.dump),
+                        ("__0_0.distcp", lambda x, f: torch.save(x, f))):
         with open(os.path.join(path, file), "rb") as kept:
             good = kept.read()
         with open(os.path.join(path, file), "wb") as bad:
@@ -2879,7 +2885,8 @@ def test_train_full_disk_keeps_the_checkpoint_before(go, monkeypatch, capsys):
         patch.setattr(dcp, "save", full)
         assert go("--steps 3 --out r --save-every 1") == 2
     error = capsys.readouterr().err
-    assert "No space left on device" in error and "last checkpoint: r/checkpoints/step-000001" in error
+    assert "No space left on device" in error
+    assert "last checkpoint: r/checkpoints/step-000001" in error
     assert len(_last_state("r")[0]) > 100
 
 
@@ -2996,7 +3003,8 @@ def test_train_data_that_repeats_or_is_too_long(go, base, capsys):
     train_part, held_out = train.load_data(cfg)
     assert len({p.prompt for p in train_part + held_out}) == 11 == len(train_part) + len(held_out)
     assert len(held_out) == 1 and "left out 9 of 20 problems" in capsys.readouterr().out
-    flags = f"--steps 1 --model {base} --data data.jsonl --rollout-batch 4 --eval-problems 1 --instruction= --k 1"
+    flags = (f"--steps 1 --model {base} --data data.jsonl --rollout-batch 4 --eval-problems 1 "
+             "--instruction= --k 1")
     assert go(f"--out r {flags} --max-prompt 9") == 0
     assert "skipped 1 of 10 prompts" in capsys.readouterr().out
     assert go(f"--out q {flags} --max-prompt 9 --long-prompts stop") == 2
@@ -3004,7 +3012,7 @@ def test_train_data_that_repeats_or_is_too_long(go, base, capsys):
 
 
 def test_train_run_folders_are_not_overwritten(go, capsys):
-    """--out with a run in it, --resume without one or with other settings: a sentence, no damage."""
+    """--out with a run in it, --resume without one or with new settings: a sentence, no damage."""
     assert go("--steps 1 --out r") == 0
     assert go("--steps 1 --out r") == 2 and "--resume goes on" in capsys.readouterr().err
     for flags, words in (("--lr 7", "lr 0.001 -> 7"), ("--out q", "out 'r' -> 'q'"),
@@ -3023,7 +3031,8 @@ def test_train_flags_win_over_the_preset_and_the_preset_over_the_defaults():
     paper, _ = train.parse("--data x.jsonl".split())
     assert paper.verifier == "boxed" and (paper.lr, paper.critic_lr) == (1e-6, 5e-6)
     assert (paper.clip_norm, paper.critic_clip_norm, paper.alpha) == (1.0, 10.0, 1.5)
-    assert (paper.eps_low, paper.eps_high, paper.mini_batches, paper.critic_epochs) == (.2, .28, 8, 2)
+    assert (paper.eps_low, paper.eps_high) == (0.2, 0.28)
+    assert (paper.mini_batches, paper.critic_epochs) == (8, 2)
     assert train.parse("--preset r1-distill-1.5b --steps 7".split())[0].steps == 7
 
 
@@ -3036,7 +3045,7 @@ def test_train_a_method_is_one_row(go, monkeypatch):
 
 
 def test_train_refuses_an_output_that_is_not_hidden_times_weight(base):
-    """A bias or a cap on the logits would make the trainer's log-probs others than the sampler's."""
+    """With a bias or a cap on the logits the trainer's log-probs would not be the sampler's."""
     cfg, model = train.parse(TINY)[0], _llama()
     train.check_model(cfg, model, [[1, 2, 3]])
     model.lm_head.bias = nn.Parameter(torch.full((13,), 0.05))
@@ -3135,8 +3144,8 @@ def _moe(kind):
     if kind == "mixtral":
         return MixtralForCausalLM(MixtralConfig(num_local_experts=8, **config)).eval()
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        num_experts=8, moe_intermediate_size=16, head_dim=8, norm_topk_prob=kind == "qwen3", **config
-    )).eval()
+        num_experts=8, moe_intermediate_size=16, head_dim=8, norm_topk_prob=kind == "qwen3",
+        **config)).eval()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3, weights not normalised", "mixtral"])
@@ -3149,8 +3158,9 @@ def test_train_router_replay(kind, tmp_path, monkeypatch):
     off = {}
     for replay in (False, True):
         run = train.setup(train.parse([
-            *TINY, "--model", str(tmp_path), "--method", "reinforce++", "--rollout-dtype", "bfloat16",
-            "--router-replay" if replay else "--no-router-replay", "--rollout-batch", "32"])[0])
+            *TINY, "--model", str(tmp_path), "--method", "reinforce++", "--rollout-batch", "32",
+            "--rollout-dtype", "bfloat16",
+            "--router-replay" if replay else "--no-router-replay"])[0])
         batch, _ = train.rollout_batch(run, train.generator(0, "train", 0))
         batch.logp_old = train.score(run, batch)[0]
         off[replay] = (batch.logp_old - batch.logp_roll)[batch.mask].abs()
@@ -3158,8 +3168,9 @@ def test_train_router_replay(kind, tmp_path, monkeypatch):
 
     noted, attention, agree = batch.routing, batch.attention, []
     for layer, router in enumerate(run.actor.routing.routers):
-        router.register_forward_hook(lambda m, i, out, layer=layer: agree.append(
-            (out[2].view(*attention.shape, 2) == noted[:, :, layer])[noted[:, :, layer, 0] >= 0].all()))
+        want = noted[:, :, layer]
+        router.register_forward_hook(lambda m, i, out, want=want: agree.append(
+            (out[2].view(*attention.shape, 2) == want)[want[..., 0] >= 0].all()))
     run.actor(batch.tokens, attention, batch.mask, False, noted)[0].sum().backward()
     assert len(agree) == 3 and all(agree)
     assert all(r.weight.grad.abs().sum() > 0 for r in run.actor.routing.routers)

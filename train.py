@@ -15,9 +15,9 @@ are selected. Everything else is shared. Each random draw of step t comes from a
 with (seed, t), so a resumed run goes on bit for bit without any generator to save.
 
 Under torchrun parameters, gradients and optimizer states are sharded (FSDP2). Every rank holds the
-whole rollout batch, tokens and numbers alike, and works on its share of the rows; whatever is decided
-is decided from the same numbers by the same generator on each, so nothing else is communicated, and
-advantages, counts and denominators are global without further care.
+whole rollout batch, tokens and numbers alike, and works on its share of the rows; whatever is
+decided is decided from the same numbers by the same generator on each, so nothing else is
+communicated, and advantages, counts and denominators are global without further care.
 
 Differs from the paper: see the README's assumptions. Left out: asynchronous rollouts, judge models,
 multimodal data.
@@ -44,8 +44,9 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,7 +57,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 import rollout
 from actor_loss import (
@@ -71,7 +75,7 @@ from value_pretrain import TrajectoryPool, coverage_table, format_coverage, pret
 # ------------------------------------------------------------------------------- configuration
 
 
-def flag(default, text: str, *choices):
+def flag(default: Any, text: str, *choices: str) -> Any:
     """A field of Config: its default, its line in --help, the values allowed (any if none)."""
     return field(default=default, metadata={"help": text, "choices": choices or None})
 
@@ -84,14 +88,16 @@ class Config:
     method: str = flag("s3ac", "row of METHODS")
     model: str = flag("", "folder or name of a Hugging Face model; empty: the embedded base policy")
     data: str = flag("", "JSONL of problems; empty: the embedded task")
-    eval_data: str = flag("", "JSONL of problems to evaluate on; empty: a held-out part of the data")
+    eval_data: str = flag(
+        "", "JSONL of problems to evaluate on; empty: a held-out part of the data")
     steps: int = flag(200, "rollout batches")
     seed: int = flag(0, "seed of everything random")
     out: str = flag("", "run folder; empty: a new one under runs/")
     target: float = flag(0.0, "exit with status 1 if the success at the end is below this")
     device: str = flag("auto", "auto, cpu or cuda")
     dtype: str = flag("float32", "of parameters and optimizer", "float32", "bfloat16")
-    compute_dtype: str = flag("float32", "of forward and backward (autocast)", "float32", "bfloat16")
+    compute_dtype: str = flag(
+        "float32", "of forward and backward (autocast)", "float32", "bfloat16")
     shard_size: int = flag(0, "ranks that share one copy of the parameters; 0: all of them")
     checkpoint_activations: bool = flag(False, "recompute activations in the backward pass")
     trust_remote_code: bool = flag(False, "run code that comes with the model")
@@ -102,8 +108,10 @@ class Config:
     long_prompts: str = flag("skip", "prompts over max_prompt", "skip", "stop")
     max_response: int = flag(3072, "longest response in tokens")
     temperature: float = flag(1.0, "of sampling, and so of the policy that is trained")
-    rollout_dtype: str = flag("", "sample with a copy of this type; empty: none", "", "bfloat16", "float16")
-    sampler: str = flag("generate", "generate, or generate_batch (paged, for GPUs)", *rollout.SAMPLERS)
+    rollout_dtype: str = flag(
+        "", "sample with a copy of this type; empty: none", "", "bfloat16", "float16")
+    sampler: str = flag(
+        "generate", "generate, or generate_batch (paged, for GPUs)", *rollout.SAMPLERS)
     router_replay: bool = flag(False, "R3: train with the experts that the sampler chose (MoE)")
     max_rows: int = flag(256, "responses under way at once")
     verifier: str = flag("boxed", "of responses: boxed, number, math_verify or chain")
@@ -164,8 +172,8 @@ PRESETS = {
     # two CPU cores, minutes: a 4-layer model takes a larger step size, everything else is smaller
     "tiny": dict(
         steps=60, rollout_batch=256, max_prompt=16, max_response=64, max_rows=256,
-        verifier="chain", instruction="", lr=1e-4, critic_lr=5e-4, pool_size=5120, pretrain_size=10240,
-        pretrain_lr=1e-3, pretrain_lr_final=1e-4, pretrain_batch=256,
+        verifier="chain", instruction="", lr=1e-4, critic_lr=5e-4, pool_size=5120,
+        pretrain_size=10240, pretrain_lr=1e-3, pretrain_lr_final=1e-4, pretrain_batch=32,
         daps_uniform=10, daps_ramp=20, eval_problems=400, eval_k=4,
     ),
     # the paper's public settings; one 8-GPU node
@@ -200,7 +208,8 @@ METHODS = {
 }
 
 ADVANTAGES = {
-    "gae": lambda b, cfg: gae(b.value, b.reward, b.mask, adaptive_lambda(b.mask.sum(-1), cfg.alpha)),
+    "gae": lambda b, cfg: gae(
+        b.value, b.reward, b.mask, adaptive_lambda(b.mask.sum(-1), cfg.alpha)),
     "group": lambda b, cfg: group_advantage(b.reward, b.prompt_id, b.mask),
     "batch": lambda b, cfg: batch_advantage(b.reward, b.mask),
 }
@@ -219,8 +228,10 @@ def method_of(cfg: Config) -> Method:
     return METHODS[cfg.method]._replace(**{name: x for name, x in given.items() if x})
 
 
-# Fields that may change when a run is resumed: they do not change what the next step computes.
-FREE_ON_RESUME = {"steps", "target", "device", "eval_every", "show_every", "save_every", "keep"}
+# The first field of each section of Config -> the section's title in --help.
+SECTIONS = dict(method="run", rollout_batch="rollout", loss="actor", critic="critic",
+                pool="value pretraining", selection="prompt selection",
+                eval_every="evaluation and files")
 
 
 def parse(argv: list[str]) -> tuple[Config, bool]:
@@ -229,7 +240,8 @@ def parse(argv: list[str]) -> tuple[Config, bool]:
     ValueError for a --resume that does not fit; argparse ends the program for unknown flags.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--preset", choices=PRESETS, help="default: tiny without --model and --data")
+    parser.add_argument(
+        "--preset", choices=PRESETS, help="default: tiny without --model and --data")
     parser.add_argument("--resume", metavar="DIR", help="run folder to go on with")
     for f in fields(Config):
         if f.name in SECTIONS:
@@ -246,13 +258,12 @@ def parse(argv: list[str]) -> tuple[Config, bool]:
     if preset is None and not (given.get("model") or given.get("data")):
         preset = "tiny"
     cfg = replace(Config(**PRESETS.get(preset, {})), **given)
-    return replace(cfg, out=cfg.out or time.strftime(f"runs/%Y%m%d-%H%M%S-{cfg.method}-{cfg.seed}")), False
+    new = time.strftime(f"runs/%Y%m%d-%H%M%S-{cfg.method}-{cfg.seed}")
+    return replace(cfg, out=cfg.out or new), False
 
 
-# The first field of each section of Config -> the section's title in --help.
-SECTIONS = dict(method="run", rollout_batch="rollout", loss="actor", critic="critic",
-                pool="value pretraining", selection="prompt selection",
-                eval_every="evaluation and files")
+# Fields that may change when a run is resumed: they do not change what the next step computes.
+FREE_ON_RESUME = {"steps", "target", "device", "eval_every", "show_every", "save_every", "keep"}
 
 
 def resumed(folder: str, given: dict) -> Config:
@@ -261,8 +272,8 @@ def resumed(folder: str, given: dict) -> Config:
         with open(os.path.join(folder, "config.json")) as file:
             saved = Config(**json.load(file))
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"--resume: expected a run folder with config.json, found {folder} ({error})"
-                         ) from None
+        raise ValueError("--resume: expected a run folder with config.json, "
+                         f"found {folder} ({error})") from None
     changed = [f"{n} {getattr(saved, n, None)!r} -> {x!r}" for n, x in given.items()
                if getattr(saved, n, None) != x and n not in FREE_ON_RESUME]
     if changed:
@@ -314,7 +325,8 @@ def check(cfg: Config) -> None:
         raise ValueError("--data: expected --model beside it, since the embedded policy knows only "
                          f"the embedded task; found --data {cfg.data} alone")
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device: expected cpu or auto on a machine without CUDA, found {cfg.device}")
+        raise ValueError("--device: expected cpu or auto on a machine without CUDA, "
+                         f"found {cfg.device}")
     try:
         if not all(0 < float(t) < math.inf for t in cfg.pool_temperatures.split(",")):
             raise ValueError
@@ -336,7 +348,8 @@ def check(cfg: Config) -> None:
         raise ValueError("--router-replay: expected --sampler generate, which notes the expert "
                          f"choices, found {cfg.sampler}")
     if cfg.critic and not os.path.isfile(os.path.join(cfg.critic, HEAD_FILE)):
-        raise ValueError(f"--critic: expected the folder of a critic ({HEAD_FILE}), found {cfg.critic}")
+        raise ValueError(f"--critic: expected the folder of a critic ({HEAD_FILE}), "
+                         f"found {cfg.critic}")
     if cfg.verifier == "math_verify":
         rollout.VERIFIERS["math_verify"](r"\boxed{1}", "1")  # ImportError that names the package
 
@@ -357,7 +370,7 @@ class Run:
     cfg: Config
     method: Method
     device: torch.device
-    tokenizer: object
+    tokenizer: PreTrainedTokenizerBase
     eos_id: list[int]
     problems: list[rollout.Problem]
     prompts: list[list[int]]  # token ids of problems
@@ -382,7 +395,7 @@ class Actor(nn.Module):
     """A causal language model that answers with log-probs, so that the output matrix is used inside
     forward, where FSDP2 has put it together."""
 
-    def __init__(self, model: nn.Module, temperature: float, router_replay: bool = False):
+    def __init__(self, model: nn.Module, temperature: float, router_replay: bool = False) -> None:
         super().__init__()
         self.model, self.temperature = model, temperature
         self.routing = rollout.Routing(model) if router_replay else None
@@ -425,9 +438,9 @@ def check_ranks(cfg: Config, size: int) -> None:
     """ValueError unless the ranks can share prompts and mini-batches evenly."""
     prompts, each = cfg.rollout_batch // method_of(cfg).k, cfg.rollout_batch // cfg.mini_batches
     if prompts % size or each < size:
-        raise ValueError(f"--rollout-batch: expected prompts per step ({prompts}) that {size} processes "
-                         f"divide, and mini-batches of {size} rows or more (they have {each}), found "
-                         f"{cfg.rollout_batch} rows")
+        raise ValueError(f"--rollout-batch: expected prompts per step ({prompts}) that {size} "
+                         f"processes divide, and mini-batches of {size} rows or more (they have "
+                         f"{each}), found {cfg.rollout_batch} rows")
     if cfg.shard_size and size % cfg.shard_size:
         raise ValueError(f"--shard-size: expected a divisor of the {size} processes, "
                          f"found {cfg.shard_size}")
@@ -448,7 +461,8 @@ def setup(cfg: Config) -> Run:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"--model: expected a tokenizer with an end-of-sequence token, found none in {path}")
+        raise ValueError("--model: expected a tokenizer with an end-of-sequence token, "
+                         f"found none in {path}")
     train, prompts = encode(cfg, tokenizer, train)
     held_out, eval_prompts = encode(cfg, tokenizer, held_out)
     model = pretrained(AutoModelForCausalLM, path, dtype=getattr(torch, cfg.dtype), **how)
@@ -464,8 +478,8 @@ def setup(cfg: Config) -> Run:
     actor = shard(actor, model.config, cfg, size, device)
     run = Run(
         cfg, method_of(cfg), device, tokenizer, eos_ids(model, tokenizer), train, prompts, held_out,
-        eval_prompts, actor, optimizer(actor, cfg.lr, cfg.weight_decay), rank, size, sampler=sampler,
-        routing=recorder)
+        eval_prompts, actor, optimizer(actor, cfg.lr, cfg.weight_decay), rank, size,
+        sampler=sampler, routing=recorder)
     if run.method.selection == "daps":
         run.daps = DAPS(len(train), a_min=cfg.a_min, n_c=cfg.n_c, decay=cfg.decay,
                         uniform=cfg.daps_uniform, ramp=cfg.daps_ramp)
@@ -481,7 +495,8 @@ def first_rank_builds(rank: int, size: int) -> str:
     return build_base()
 
 
-def shard(module, config, cfg: Config, size: int, device: torch.device, *float32: nn.Module):
+def shard(module: nn.Module, config: PreTrainedConfig, cfg: Config, size: int,
+          device: torch.device, *float32: nn.Module) -> nn.Module:
     """FSDP2 in place: every layer a unit, the modules float32 units that keep that type, and the
     rest one. A single process keeps the module whole. Returns it on the device."""
     if cfg.checkpoint_activations:
@@ -512,15 +527,7 @@ def checkpoint_activations(model: nn.Module) -> None:
             part.attention_dropout = 0.0
 
 
-@contextlib.contextmanager
-def updating(run: Run, module: nn.Module):
-    """Training mode where activations are recomputed, else as always."""
-    module.train(run.cfg.checkpoint_activations)
-    yield
-    module.eval()
-
-
-def layers_of(module: nn.Module, config) -> nn.ModuleList:
+def layers_of(module: nn.Module, config: PreTrainedConfig) -> nn.ModuleList:
     """The decoder layers; ValueError if the model has no list of them."""
     n = config.get_text_config().num_hidden_layers
     for part in module.modules():
@@ -530,7 +537,7 @@ def layers_of(module: nn.Module, config) -> nn.ModuleList:
                      f"{type(module).__name__}")
 
 
-def pretrained(auto, path: str, **how):
+def pretrained(auto: type, path: str, **how: Any) -> Any:
     """auto.from_pretrained(path), whose many kinds of errors become one sentence."""
     try:
         return auto.from_pretrained(path, **how)
@@ -548,7 +555,8 @@ def load_data(cfg: Config) -> tuple[list[rollout.Problem], list[rollout.Problem]
         rows = rollout.load_problems(cfg.data)
         train = list({json.dumps(p.prompt): p for p in rows}.values())
         if len(train) < len(rows):
-            print(f"left out {len(rows) - len(train)} of {len(rows)} problems: prompts that stand there twice")
+            print(f"left out {len(rows) - len(train)} of {len(rows)} problems: "
+                  "prompts that stand there twice")
         shuffled(train)
         n = 0 if cfg.eval_data else min(cfg.eval_problems, len(train) // 10 or len(train) // 2)
         held_out, train = train[:n], train[n:]
@@ -560,7 +568,9 @@ def load_data(cfg: Config) -> tuple[list[rollout.Problem], list[rollout.Problem]
     return train, held_out[: cfg.eval_problems]
 
 
-def encode(cfg: Config, tokenizer, problems) -> tuple[list[rollout.Problem], list[list[int]]]:
+def encode(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, problems: list[rollout.Problem]
+) -> tuple[list[rollout.Problem], list[list[int]]]:
     """Problems whose prompt fits, and their token ids."""
     try:
         ids = [rollout.encode_prompt(tokenizer, p, instruction=cfg.instruction)
@@ -571,15 +581,15 @@ def encode(cfg: Config, tokenizer, problems) -> tuple[list[rollout.Problem], lis
     fits = [0 < len(x) <= cfg.max_prompt for x in ids]
     too_long = len(fits) - sum(fits)
     if too_long and (cfg.long_prompts == "stop" or not any(fits)):
-        raise ValueError(f"--max-prompt: expected prompts of at most {cfg.max_prompt} tokens, found "
-                         f"{too_long} of {len(fits)} that are longer (or empty), the longest "
+        raise ValueError(f"--max-prompt: expected prompts of at most {cfg.max_prompt} tokens, "
+                         f"found {too_long} of {len(fits)} that are longer (or empty), the longest "
                          f"{max(map(len, ids))}; --long-prompts skip leaves them out")
     if too_long:
         print(f"skipped {too_long} of {len(fits)} prompts: over --max-prompt {cfg.max_prompt}")
     return ([p for p, ok in zip(problems, fits) if ok], [x for x, ok in zip(ids, fits) if ok])
 
 
-def eos_ids(model: nn.Module, tokenizer) -> list[int]:
+def eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """All ids that end a response: the generation config's and the tokenizer's."""
     named = model.generation_config.eos_token_id
     named = named if isinstance(named, list) else [named]
@@ -588,17 +598,19 @@ def eos_ids(model: nn.Module, tokenizer) -> list[int]:
 
 @torch.no_grad()
 def check_model(cfg: Config, model: nn.Module, prompts: list[list[int]]) -> None:
-    """ValueError unless the sampler's cache fits the layers, all positions exist, and the logits are
-    hidden @ weightᵀ, as linear_token_logp takes them to be."""
+    """ValueError unless the sampler's cache fits the layers, all positions exist, and the logits
+    are hidden @ weightᵀ, as linear_token_logp takes them to be."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ValueError(f"--model: expected attention layers, which the sampler's cache is made for, "
-                         f"found {', '.join(sorted(kinds))}")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = kinds - {"full_attention", "sliding_attention"}
+    if others:
+        raise ValueError("--model: expected attention layers, which the sampler's cache is made "
+                         f"for, found {', '.join(sorted(others))}")
     longest, most = max(map(len, prompts)), getattr(config, "max_position_embeddings", None)
     if most and longest + cfg.max_response > most:
-        raise ValueError(f"--max-response: expected at most {most - longest}, as the model has {most} "
-                         f"positions and the longest prompt {longest} tokens; found {cfg.max_response}")
+        raise ValueError(f"--max-response: expected at most {most - longest}, as the model has "
+                         f"{most} positions and the longest prompt {longest} tokens; "
+                         f"found {cfg.max_response}")
     tokens = torch.tensor([prompts[0]], device=next(model.parameters()).device)
     hidden = getattr(model.base_model(input_ids=tokens, use_cache=False), "last_hidden_state", None)
     found = model(input_ids=tokens, use_cache=False).logits.float()
@@ -608,13 +620,15 @@ def check_model(cfg: Config, model: nn.Module, prompts: list[list[int]]) -> None
     error = ((found - expected).abs().max() / found.abs().max()).item()
     capped = getattr(config, "final_logit_softcapping", None)
     if capped or not error < (1e-4 if cfg.dtype == "float32" else 0.02):
-        raise ValueError("--model: expected logits = hidden @ weightᵀ (no bias, scale or cap on the "
-                         f"output), found a relative difference of {error:.2g}")
+        raise ValueError("--model: expected logits = hidden @ weightᵀ (no bias, scale or cap on "
+                         f"the output), found a relative difference of {error:.2g}")
 
 
 def optimizer(module: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over all parameters of the module (this rank's part of them, if sharded)."""
     # assumption: AdamW, betas (0.9, 0.999)
-    return torch.optim.AdamW(module.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=weight_decay)
+    return torch.optim.AdamW(
+        module.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=weight_decay)
 
 
 def build_base(folder: str = "runs/base", *, steps: int = 300, batch: int = 128) -> str:
@@ -652,7 +666,8 @@ def build_base(folder: str = "runs/base", *, steps: int = 300, batch: int = 128)
     return folder
 
 
-def write_folder(folder: str, tokenizer, model: nn.Module, state_dict: dict | None = None) -> None:
+def write_folder(folder: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module,
+                 state_dict: dict[str, Tensor] | None = None) -> None:
     """A Hugging Face folder, written under a temporary name; what stands there goes last."""
     for leftover in (f"{folder}.writing", f"{folder}.old"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -667,11 +682,19 @@ def write_folder(folder: str, tokenizer, model: nn.Module, state_dict: dict | No
 # ---------------------------------------------------------------------------- forward, by parts
 
 
-def autocast(run: Run):
+def autocast(run: Run) -> contextlib.AbstractContextManager:
     """bfloat16 compute where --compute-dtype asks for it; parameters stay as they are."""
     if run.cfg.compute_dtype == "float32" or run.size > 1:  # FSDP2's own policy casts
         return contextlib.nullcontext()
     return torch.autocast(run.device.type, getattr(torch, run.cfg.compute_dtype))
+
+
+@contextlib.contextmanager
+def updating(run: Run, module: nn.Module) -> Iterator[None]:
+    """Training mode where activations are recomputed, else as always."""
+    module.train(run.cfg.checkpoint_activations)
+    yield
+    module.eval()
 
 
 def actor_logp(run: Run, b: Batch, *, entropy: bool = False) -> Tensor:
@@ -687,7 +710,7 @@ def critic_value(run: Run, b: Batch) -> Tensor:
         return response(run.critic(b.tokens, b.attention), b.mask.shape[1])
 
 
-def micro_batches(run: Run, b: Batch, rows: Tensor):
+def micro_batches(run: Run, b: Batch, rows: Tensor) -> Iterator[tuple[Tensor, Batch]]:
     """Yields (rows, part): this rank's share of the given rows in groups of similar length, at most
     token_budget padded tokens each (or one row), cut to their own width."""
     T, attention = b.mask.shape[1], b.attention[rows]
@@ -758,7 +781,8 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
         ids, report = select(run, unused, min(wanted, len(unused)), rng)
         unused = unused[~torch.isin(unused, ids)]
         metrics = {name: metrics.get(name, 0) + x for name, x in report.items()}
-        sampled.append(respond(run, run.prompts, run.problems, ids.repeat_interleave(k), rng, cfg.temperature))
+        sampled.append(respond(
+            run, run.prompts, run.problems, ids.repeat_interleave(k), rng, cfg.temperature))
         mixed = mixed_groups(sampled[-1].reward, sampled[-1].prompt_id) if k > 1 else ...
         kept.append(take(sampled[-1], mixed))
     everything = concatenate(sampled)
@@ -769,8 +793,8 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
     usable = min(len(batch.reward) // k, n) // run.size * run.size * k
     if not usable:
         raise RuntimeError(
-            f"step {run.step}: every group of {k} was all right or all wrong, in {len(sampled)} rounds "
-            f"of prompts (success {success.float().mean():.2f}): nothing to learn from")
+            f"step {run.step}: every group of {k} was all right or all wrong, in {len(sampled)} "
+            f"rounds of prompts (success {success.float().mean():.2f}): nothing to learn from")
     return take(batch, torch.arange(usable, device=run.device)), metrics | {
         "rollout/success": success.float().mean().item(),
         "rollout/length": everything.mask.sum(1).float().mean().item(),
@@ -789,7 +813,8 @@ def select(run: Run, unused: Tensor, n: int, rng: torch.Generator) -> tuple[Tens
     if not value.isfinite().all():
         raise FloatingPointError(f"step {run.step}: the critic's V(s_0) is not finite")
     chosen, report = run.daps.select(ids, value, n, run.step, rng), run.daps.report
-    return chosen, {f"daps/{name}": float(report[name]) for name in ("offered", "accepted", "filled")}
+    names = ("offered", "accepted", "filled")
+    return chosen, {f"daps/{name}": float(report[name]) for name in names}
 
 
 @torch.no_grad()
@@ -809,7 +834,8 @@ def initial_values(run: Run, ids: Tensor) -> Tensor:
     return values.cpu()
 
 
-def respond(run, prompts, problems, ids, rng, temperature, model=None) -> Batch:
+def respond(run: Run, prompts: list[list[int]], problems: list[rollout.Problem], ids: Tensor,
+            rng: torch.Generator, temperature: float, model: nn.Module | None = None) -> Batch:
     """Responses to prompts[ids], each rank its share, verified; the whole batch on every rank."""
     cfg, share = run.cfg, ids[run.rank :: run.size]
     # the same draw on every rank keeps rng in step; the rank makes the samples differ
@@ -829,9 +855,10 @@ def respond(run, prompts, problems, ids, rng, temperature, model=None) -> Batch:
     return to(concatenate(batches), run.device)
 
 
-def to(b: Batch, device) -> Batch:
+def to(b: Batch, device: torch.device | str) -> Batch:
     """The batch on another device."""
-    return Batch(**{f.name: x.to(device) for f in fields(Batch) if (x := getattr(b, f.name)) is not None})
+    found = {f.name: getattr(b, f.name) for f in fields(Batch)}
+    return Batch(**{name: x.to(device) for name, x in found.items() if x is not None})
 
 
 @torch.no_grad()
@@ -871,7 +898,8 @@ def update_critic(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
         f"critic/grad_{name}": mean_finite([x[name] for x in norms]) for name in norms[0]}
     parts = ("head", "backbone") if cfg.critic_clip_split else ("total",)
     over = [max(x[part] for part in parts) > cfg.critic_clip_norm for x in norms]
-    return out | {"critic/grad_clipped_share": mean_finite(over), "critic/skipped_nonfinite": skipped}
+    return out | {
+        "critic/grad_clipped_share": mean_finite(over), "critic/skipped_nonfinite": skipped}
 
 
 def update_actor(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
@@ -896,7 +924,7 @@ def update_actor(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
 
 
 def mini_batches(run: Run, b: Batch, rng: torch.Generator) -> list[Tensor]:
-    """The rows of the batch, shuffled, in at most cfg.mini_batches parts that all ranks can share."""
+    """The rows of the batch, shuffled, in at most cfg.mini_batches parts that ranks can share."""
     order = torch.randperm(len(b.mask), generator=rng).to(run.device)
     each = -(-len(order) // (run.cfg.mini_batches * run.size)) * run.size
     return list(order.split(each))
@@ -912,19 +940,19 @@ def step_if_finite(run: Run, name: str, opt: torch.optim.Optimizer, norm: float)
     return finite
 
 
-# ------------------------------------------------------------------------------------- metrics
-
-
 def generator(seed: int, stage: str, step: int = 0) -> torch.Generator:
     """Random numbers of one step of one stage, a function of these three alone."""
     sequence = np.random.SeedSequence([seed, ("train", "pool", "evaluate").index(stage), step])
     return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
 
 
-class Clock:
-    """clock("phase") -> seconds since the last call, and the most memory so far (GPU: in between)."""
+# ------------------------------------------------------------------------------------- metrics
 
-    def __init__(self, run: Run):
+
+class Clock:
+    """clock("phase") -> seconds since the last call, and peak memory (GPU: since that call too)."""
+
+    def __init__(self, run: Run) -> None:
         self.device, self.last = run.device, time.perf_counter()
 
     def __call__(self, name: str) -> dict[str, float]:
@@ -999,7 +1027,9 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def memory_gib(config, cfg: Config, ranks: int = 1, cuda: bool = True) -> dict[str, float]:
+def memory_gib(
+    config: PreTrainedConfig, cfg: Config, ranks: int = 1, cuda: bool = True
+) -> dict[str, float]:
     """Computed peak memory per rank, by part, for a dense Llama-like config (transformers).
 
     states  parameters, gradients and two moments of actor and critic in float32, shared out
@@ -1010,7 +1040,8 @@ def memory_gib(config, cfg: Config, ranks: int = 1, cuda: bool = True) -> dict[s
     The factors 10 H + 4 I numbers per token and layer were fitted to the measured peaks of small
     models on a CPU, which a test repeats.
     """
-    H, I, L, V = (config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size)
+    H, I = config.hidden_size, config.intermediate_size
+    L, V = config.num_hidden_layers, config.vocab_size
     d = getattr(config, "head_dim", None) or H // config.num_attention_heads
     kv = config.num_key_value_heads * d
     layer = 2 * H * (config.num_attention_heads * d + kv) + 3 * H * I
@@ -1034,16 +1065,18 @@ def memory_gib(config, cfg: Config, ranks: int = 1, cuda: bool = True) -> dict[s
 
 def memory_table() -> None:
     """Prints the README's table: Qwen2.5's sizes × response length × GPUs, bf16 compute."""
-    sizes = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "7B": (3584, 18944, 28, 28, 4)}
-    print("| model | response | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in (1, 2, 4, 8)) + " |")
-    print("|---|---|" + "---|" * 4)
+    sizes = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2),
+             "7B": (3584, 18944, 28, 28, 4)}
+    counts = (1, 2, 4, 8)
+    heading = " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in counts)
+    print(f"| model | response | {heading} |\n|---|---|" + "---|" * len(counts))
     for name, (H, I, L, heads, kv) in sizes.items():
-        config = LlamaConfig(hidden_size=H, intermediate_size=I, num_hidden_layers=L, vocab_size=151936,
-                             num_attention_heads=heads, num_key_value_heads=kv,
-                             tie_word_embeddings=name != "7B")
+        config = LlamaConfig(
+            hidden_size=H, intermediate_size=I, num_hidden_layers=L, num_attention_heads=heads,
+            num_key_value_heads=kv, vocab_size=151936, tie_word_embeddings=name != "7B")
         for T in (3072, 8192, 16384):
             cfg = replace(Config(**PRESETS["qwen2.5-math-1.5b"]), max_response=T, max_rows=128)
-            peaks = [memory_gib(config, cfg, n)["peak"] for n in (1, 2, 4, 8)]
+            peaks = [memory_gib(config, cfg, n)["peak"] for n in counts]
             print(f"| {name} | {T:,} | " + " | ".join(f"{x:.0f}" for x in peaks) + " |")
 
 
@@ -1085,7 +1118,9 @@ def evaluate(run: Run) -> dict[str, float]:
 # --------------------------------------------------------------------------------------- files
 
 
-def write_json(path: str, value) -> None:
+def write_json(path: str, value: Any) -> None:
+    """The value as indented JSON, under a temporary name first: path holds all of it or what was
+    there before."""
     with open(path + ".writing", "w") as file:
         json.dump(value, file, indent=1)
     os.replace(path + ".writing", path)
@@ -1104,7 +1139,8 @@ def state_of(run: Run) -> dict[str, Tensor]:
     """All tensors of a checkpoint by name, themselves and not copies: parameters, AdamW's moments
     by the name of their parameter, DAPS's counts. Nothing else goes there: tensors run no code."""
     state = {}
-    for name, module, opt in (("actor", run.actor, run.actor_opt), ("critic", run.critic, run.critic_opt)):
+    for name, module, opt in (("actor", run.actor, run.actor_opt),
+                              ("critic", run.critic, run.critic_opt)):
         if module is None:
             continue
         state |= {f"{name}.{key}": x for key, x in module.state_dict().items()}
@@ -1119,9 +1155,9 @@ def state_of(run: Run) -> dict[str, Tensor]:
 
 
 def save(run: Run) -> str:
-    """A checkpoint under a temporary name, then renamed; the last cfg.keep stay. Every rank calls it.
+    """A checkpoint under a temporary name, then renamed; the last cfg.keep stay.
 
-    OSError if it cannot be written, after which the one before is as it was.
+    Every rank calls it. OSError if it cannot be written; the one before is then as it was.
     """
     folder = os.path.join(run.cfg.out, "checkpoints")
     path = os.path.join(folder, f"step-{run.step:06d}")
@@ -1135,7 +1171,8 @@ def save(run: Run) -> str:
         dcp.save(state_of(run), checkpoint_id=path + ".writing", no_dist=run.size == 1)
         if run.rank == 0:
             write_json(os.path.join(path + ".writing", "state.json"), {
-                "step": run.step, "before": run.before, "nonfinite": run.nonfinite, "ranks": run.size})
+                "step": run.step, "before": run.before, "nonfinite": run.nonfinite,
+                "ranks": run.size})
             os.rename(path + ".writing", path)
     except (OSError, dcp.api.CheckpointException) as error:
         raise OSError(f"could not write {path}: {str(error).splitlines()[-1]}; "
@@ -1164,7 +1201,7 @@ class PlainReader(dcp.FileSystemReader):
     """Reads a checkpoint whose index names nothing but the index's own classes: torch reads tensors
     with weights_only, but the index with a pickle that could call anything."""
 
-    def read_metadata(self, *args, **kwargs):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.metadata.Metadata:
         """The index, or pickle.UnpicklingError."""
         with open(self.path / ".metadata", "rb") as file:
             metadata = PlainUnpickler(file).load()
@@ -1185,7 +1222,7 @@ class PlainUnpickler(pickle.Unpickler):
         "torch": {"Size", "float64", "float32", "bfloat16", "float16", "int64", "bool", "uint8"},
     }
 
-    def find_class(self, module: str, name: str):
+    def find_class(self, module: str, name: str) -> Any:
         """The class, or pickle.UnpicklingError if it is not one of KNOWN."""
         if name not in self.KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"expected an index of tensors, found {module}.{name}")
@@ -1196,15 +1233,16 @@ def load(run: Run) -> None:
     """Restores the last checkpoint of the run folder; metrics written after it are dropped."""
     found = checkpoints(run.cfg.out)
     if not found:
-        raise ValueError(f"--resume: expected a checkpoint in {run.cfg.out}/checkpoints, found none")
+        raise ValueError(f"--resume: expected a checkpoint in {run.cfg.out}/checkpoints, "
+                         "found none")
     with open(os.path.join(found[-1], "state.json")) as file:
         saved = json.load(file)
     state = state_of(run)
     try:
         dcp.load(state, storage_reader=PlainReader(found[-1]), no_dist=run.size == 1)
     except (dcp.api.CheckpointException, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"--resume: expected a checkpoint of this model in {found[-1]}, found another "
-                         f"or damage: {str(error).splitlines()[-1]}") from None
+        raise ValueError(f"--resume: expected a checkpoint of this model in {found[-1]}, found "
+                         f"another or damage: {str(error).splitlines()[-1]}") from None
     run.step, run.before, run.nonfinite = saved["step"], saved["before"], saved["nonfinite"]
     if run.daps:
         run.daps.load_state_dict({key: state[f"daps.{key}"] for key in run.daps.state_dict()})
@@ -1260,7 +1298,8 @@ def make_pool(run: Run) -> TrajectoryPool:
     pool = TrajectoryPool(folder) if run.rank == 0 else None
     # assumption: a lower temperature stands in for a stronger policy where no later one exists yet
     temperatures = [float(x) for x in cfg.pool_temperatures.split(",")]
-    policies = [(path, t) for path in ["", *filter(None, cfg.pool_models.split(","))] for t in temperatures]
+    paths = ["", *filter(None, cfg.pool_models.split(","))]  # empty: the run's own policy
+    policies = [(path, t) for path in paths for t in temperatures]
     rng = generator(cfg.seed, "pool")
     bar = tqdm(total=cfg.pool_size * len(policies), desc="coverage pool", disable=run.rank > 0)
     for label, (path, temperature) in enumerate(policies):
@@ -1282,14 +1321,15 @@ def make_pool(run: Run) -> TrajectoryPool:
 
 
 def prepare_critic(run: Run, path: str = "") -> None:
-    """A critic of the folder `path`, or one that starts from the actor's backbone; its optimizer."""
+    """A critic from the folder path, or one that starts as the actor's backbone; its optimizer."""
     cfg = run.cfg
     torch.manual_seed(cfg.seed)  # the head's weights
     critic = pretrained(Critic, path or cfg.model or build_base(), dtype=getattr(torch, cfg.dtype),
                         trust_remote_code=cfg.trust_remote_code)
     words, known = len(run.tokenizer), critic.backbone.get_input_embeddings().num_embeddings
     if known < words:
-        raise ValueError(f"--critic: expected the actor's vocabulary of {words} tokens, found {known}")
+        raise ValueError(f"--critic: expected the actor's vocabulary of {words} tokens, "
+                         f"found {known}")
     run.critic = shard(critic, critic.backbone.config, cfg, run.size, run.device, critic.head)
     run.critic_opt = optimizer(run.critic, cfg.critic_lr, cfg.weight_decay)
 
@@ -1301,25 +1341,26 @@ def pretrain_critic(run: Run) -> None:
     print("\nshare correct (trajectories) by length and policy\n"
           + format_coverage(coverage_table(pool.index)) + "\n")
     n = min(cfg.pretrain_size or len(pool), len(pool))
-    bf16 = getattr(torch, cfg.compute_dtype)
+    dtype = getattr(torch, cfg.compute_dtype)
     with updating(run, run.critic):
         stats = pretrain(
             run.critic, pool, pool.sample(n, seed=cfg.seed), epochs=cfg.pretrain_epochs,
             batch_size=cfg.pretrain_batch, token_budget=cfg.token_budget, peak=cfg.pretrain_lr,
             final=cfg.pretrain_lr_final, max_norm=cfg.critic_clip_norm,
             split=cfg.critic_clip_split, seed=cfg.seed, progress=run.rank == 0, rank=run.rank,
-            world=run.size, autocast_dtype=bf16 if bf16 != torch.float32 and run.size == 1 else None)
+            world=run.size,
+            autocast_dtype=dtype if dtype != torch.float32 and run.size == 1 else None)
     state = {key: gathered(x) for key, x in run.critic.state_dict().items()}
     if run.rank == 0:
         write_json(os.path.join(cfg.out, "pretrain.json"), stats)
         run.critic.save_pretrained(os.path.join(cfg.out, "critic-pretrained"), state)
-    print(f"critic: loss {stats['loss_first']:.3f} → {stats['loss_last']:.3f} (first and last 20 steps), "
-          f"EV on held-out prompts {stats['ev_before']:.2f} → {stats['ev_after']:.2f}, "
+    print(f"critic: loss {stats['loss_first']:.3f} → {stats['loss_last']:.3f} (first and last 20 "
+          f"steps), EV on held-out prompts {stats['ev_before']:.2f} → {stats['ev_after']:.2f}, "
           f"{stats['clip_share']:.0%} of the steps clipped\n")
 
 
 def train(run: Run) -> None:
-    """Steps up to cfg.steps, with metrics, evaluations and checkpoints; Ctrl-C ends it after a step."""
+    """Steps up to cfg.steps, with metrics, evaluations, checkpoints; Ctrl-C ends after a step."""
     cfg = run.cfg
     bar = tqdm(total=cfg.steps, initial=run.step, desc=cfg.method, disable=run.rank > 0)
     with bar, ctrl_c(run):
@@ -1333,7 +1374,8 @@ def train(run: Run) -> None:
             log(run, metrics)
             bar.update()
             bar.set_postfix(
-                success=f"{metrics['rollout/success']:.2f}", length=f"{metrics['rollout/length']:.0f}",
+                success=f"{metrics['rollout/success']:.2f}",
+                length=f"{metrics['rollout/length']:.0f}",
                 EV=f"{metrics.get('critic/explained_variance', math.nan):.2f}",
                 clip=f"{metrics.get('actor/clip_share', math.nan):.3f}")
             if cfg.save_every and run.step % cfg.save_every == 0:
@@ -1344,13 +1386,14 @@ def train(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def ctrl_c(run: Run):
+def ctrl_c(run: Run) -> Iterator[None]:
     """SIGINT and SIGTERM ask for a stop after the step, since half a step cannot be resumed.
 
     A second Ctrl-C stops at once; not under torchrun, which passes the first one on a second time.
     """
 
-    def ask(signum, frame):
+    def ask(signum: int, frame: Any) -> None:
+        """The first signal is noted; a second Ctrl-C raises."""
         if signum == signal.SIGINT and run.stop and run.size == 1:
             raise KeyboardInterrupt
         run.stop = True
@@ -1386,20 +1429,21 @@ def finish(run: Run) -> int:
 
 
 def start(cfg: Config, resumed: bool) -> Run:
-    """All stages up to the first step: base policy, evaluation, pool and pretraining; or a resume."""
+    """All up to the first step: base policy, evaluation, pool and pretraining; or a resume."""
     run = setup(cfg)
     os.makedirs(cfg.out, exist_ok=True)
     k, needs_critic = run.method.k, run.method.value == "critic"
     if cfg.rollout_batch // k > len(run.prompts):
-        print(f"{len(run.prompts)} problems: a step has at most {len(run.prompts) * k} trajectories and "
-              f"not {cfg.rollout_batch}")
+        print(f"{len(run.prompts)} problems: a step has at most {len(run.prompts) * k} "
+              f"trajectories and not {cfg.rollout_batch}")
     if needs_critic:
         prepare_critic(run, cfg.critic)
     if resumed:
         load(run)
         return run
-    if run.rank == 0 and os.path.exists(os.path.join(cfg.out, "metrics.jsonl")):
-        os.remove(os.path.join(cfg.out, "metrics.jsonl"))  # of a run that never got to its first step
+    leftover = os.path.join(cfg.out, "metrics.jsonl")  # of a run that never got to its first step
+    if run.rank == 0 and os.path.exists(leftover):
+        os.remove(leftover)
     run.before = evaluate(run)
     log(run, run.before)
     if needs_critic and not cfg.critic:
@@ -1411,7 +1455,7 @@ def start(cfg: Config, resumed: bool) -> Run:
 
 
 def main(argv: list[str]) -> int:
-    """Command line -> exit status: 0, 1 (stopped, or below the target), 2 (bad input), 130 (Ctrl-C)."""
+    """Command line -> exit status: 0; 1 stopped or below the target; 2 bad input; 130 Ctrl-C."""
     rank = int(os.environ.get("RANK", 0))
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

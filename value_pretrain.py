@@ -64,7 +64,7 @@ class TrajectoryPool:
     TrajectoryPool(path) opens the folder or starts an empty pool in it; .open wants a pool there.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         files = [self.path / "tokens.bin", self.path / "index.bin"]
@@ -247,10 +247,12 @@ def format_coverage(table: list[Cell]) -> str:
     highs = list(dict.fromkeys(c.high for c in table))
 
     def text(cells: list[Cell]) -> str:
+        """Share correct of several cells together and their count, or a dash for none."""
         n, correct = sum(c.count for c in cells), sum(c.count * c.share for c in cells if c.count)
         return f"{100 * correct / n:.1f} % ({n:,})" if n else "–"
 
     def line(name: str, cells: list[Cell]) -> str:
+        """A row of the table: its name, a column per policy, all of them."""
         columns = [text([c for c in cells if c.policy == p]) for p in policies] + [text(cells)]
         return name.rjust(14) + "".join(x.rjust(20) for x in columns)
 
