@@ -407,14 +407,22 @@ def generate_batch(
     if failed or len(replies) < len(prompts):
         raise RuntimeError(f"generate_batch: expected {len(prompts)} responses, found "
                            f"{len(replies) - len(failed)}; {failed[:1]}")
-    T = max(len(reply.generated_tokens) for reply in replies)
-    out, logp_roll = torch.full((len(prompts), T), pad_id), torch.zeros(len(prompts), T)
-    for i, reply in enumerate(replies):
-        n = len(reply.generated_tokens)
-        out[i, :n] = torch.tensor(reply.generated_tokens)
-        logp_roll[i, :n] = torch.tensor(reply.logprobs[:n])
-    length = torch.tensor([len(reply.generated_tokens) for reply in replies])
-    mask = torch.arange(T) < length[:, None]
+    ids = [list(reply.generated_tokens) for reply in replies]
+    logp = [list(reply.logprobs[: len(x)]) for reply, x in zip(replies, ids)]
+    return pad_responses(prompts, ids, logp, pad_id, device)
+
+
+def pad_responses(
+    prompts: list[list[int]], ids: list[list[int]], logp: list[list[float]], pad_id: int,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Another engine's replies as the four tensors of `generate`: ids and log-probs of each response,
+    its end-of-sequence token included."""
+    length = torch.tensor([len(x) for x in ids])
+    mask = torch.arange(int(length.max())) < length[:, None]
+    out, logp_roll = torch.full(mask.shape, pad_id), torch.zeros(mask.shape)
+    out[mask] = torch.tensor([token for x in ids for token in x])
+    logp_roll[mask] = torch.tensor([number for x in logp for number in x])
     tokens, attention = left_pad(prompts, pad_id, "cpu")
     whole = torch.cat([tokens, out], 1), torch.cat([attention, mask], 1), mask, logp_roll
     return tuple(x.to(device) for x in whole)

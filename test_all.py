@@ -6,6 +6,8 @@
 The kernels run in Triton's interpreter, and are compiled ahead of time for sm_80 and sm_90.
 """
 import copy
+import functools
+import itertools
 import json
 import math
 import os
@@ -39,6 +41,7 @@ from transformers import (
 import actor_loss
 import critic as critic_file
 import gae
+import genac
 import rollout
 import train
 import value_pretrain as vp
@@ -51,6 +54,11 @@ from critic import (
     init_value_head_, value_loss,
 )
 from daps import DAPS, accept_prob, fuse, mixed_groups, ramp, success_from_value
+from genac import (
+    COMPACT, ENGLISH, GenCritic, RunningSuccess, State, Template, critic_prompt, parse_score,
+    reinforce_loss, reply_advantage, segment_starts, segment_values, sft_loss, spread,
+    value_reward,
+)
 from rollout import (
     VERIFIERS, Batch, Problem, canonical, collect, concatenate, encode_prompt, extract_boxed,
     generate, load_problems, math_reward, math_verify_reward, number_reward, positions, response,
@@ -2677,6 +2685,479 @@ def test_pretrain_refuses(tmp_path):
     assert all(p.requires_grad for p in critic.parameters())
 
 
+# ---------------------------------------------------------------------------------------- genac.py
+
+
+def _bits(*rows):
+    return torch.tensor([[c == "1" for c in row] for row in rows])
+
+
+def test_genac_hand_example():
+    """Scores 5, 2, 9 at tokens 0, 2, 4 of a right response: V = 0, −.6, .8; Â for λ = 1 and ½."""
+    starts, mask, R = _bits("10101"), _bits("11111"), torch.tensor([1.0])
+    value = segment_values([0.5, 0.2, 0.9], starts, mask, None)
+    assert torch.allclose(value, torch.tensor([[0, 0, -0.6, -0.6, 0.8]]), atol=1e-6)
+    full = gae.gae(value, R, mask, 1.0)
+    assert torch.allclose(full, torch.tensor([[1, 1, 1.6, 1.6, 0.2]]), atol=1e-6)
+    half = spread(gae.gae(value, R, starts, 0.5), starts, mask)
+    assert torch.allclose(half, torch.tensor([[0.15, 0.15, 1.5, 1.5, 0.2]]), atol=1e-6)
+    assert torch.allclose(segment_values([0.5, None, 0.9], starts, mask, 0.25)[0, 2:4],
+                          torch.tensor([-0.5, -0.5]))
+
+
+def test_genac_token_advantages_are_those_of_the_segment_process():
+    """λ = 1 inside a segment, any λ between: a token has its segment's advantage, gaps or not."""
+    g = torch.Generator().manual_seed(0)
+    mask = torch.rand(20, 37, generator=g) < 0.8
+    mask[3] = False
+    starts = segment_starts(mask, torch.rand(20, 37, generator=g) < 0.4, width=2, at_most=6)
+    scores = (torch.randint(11, (int(starts.sum()),), generator=g) / 10).tolist()
+    R = torch.randint(2, (20,), generator=g) * 2.0 - 1
+    value = segment_values(scores, starts, mask, None)
+    scores = iter(scores)
+    for lam in (0.0, 0.7, 1.0):
+        found = spread(gae.gae(value.double(), R, starts, lam), starts, mask)
+        for b in range(20):
+            where = starts[b].nonzero()[:, 0].tolist()
+            V = [value[b, t].item() for t in where] + [0.0]
+            A, after = [0.0] * (len(where) + 1), 0.0
+            for j in reversed(range(len(where))):
+                r = R[b].item() if j == len(where) - 1 else 0.0
+                after = A[j] = r + V[j + 1] - V[j] + lam * after
+            for t in range(37):
+                j = sum(s <= t for s in where) - 1
+                assert abs(found[b, t].item() - (A[j] if mask[b, t] else 0.0)) < 1e-6
+    assert torch.allclose(found, gae.gae(value.double(), R, mask, 1.0), atol=1e-6)  # λ = 1
+    for b, t in starts.nonzero().tolist():  # the scores are dealt out in row order
+        assert abs(value[b, t].item() - (2 * next(scores) - 1)) < 1e-6
+
+
+@pytest.mark.parametrize("text, score", [
+    ("<answer>7</answer>", 0.7), ("<answer> 10\n</answer>$", 1.0), ("<answer>0</answer>", 0.0),
+    ("<answer>3</answer> no, <answer>8</answer>", 0.8),
+    ("<answer>3</answer> <answer>x</answer>", None),
+    ("<answer>11</answer>", None), ("<answer>seven</answer>", None), ("7", None), ("", None),
+    ("<answer>-1</answer>", None), ("<answer>7.5</answer>", None), ("<answer>7", None),
+    ("<answer></answer>", None), ("</answer>7<answer>", None), ("<answer>٧</answer>", None),
+    ("<answer>4</answer> and then <answer>", 0.4), ("<answer>7/10</answer>", None),
+    ("<answer><answer>6</answer>", 0.6),
+    ("<answer>1e1</answer>", None), ("<answer>+3</answer>", None),
+])
+def test_genac_parse_score(text, score):
+    """An integer 0 … 10 in the last closed tag, and nothing else, is a score."""
+    assert parse_score(text) == score
+
+
+def test_genac_reward_is_proper():
+    """E_{r~p} R_v is largest at v̂ = p on the grid; between two grid points at the nearer one."""
+    grid = [k / 10 for k in range(11)]
+    expected = lambda p, v: p * value_reward(1, v) + (1 - p) * value_reward(0, v)
+    for p in grid + [0.14, 0.26, 0.97]:
+        best = max(grid, key=lambda v: expected(p, v))
+        assert best == min(grid, key=lambda v: abs(v - p))
+    assert value_reward(1, 0.7) == pytest.approx(0.91) and value_reward(0, 0.0) == 1
+    assert value_reward(0, None) == value_reward(1, None) == 0
+    with pytest.raises(ValueError, match="r: expected an outcome"):
+        value_reward(-1, 0.5)
+
+
+def test_genac_running_success():
+    """The first update sets the average; then v ← 0.9 v + 0.1 x, x the mean of a batch."""
+    success = RunningSuccess()
+    assert success.value is None
+    assert success.update(0.5) == 0.5
+    assert success.update(torch.tensor([1, 1, 0, 1])) == pytest.approx(0.525)
+    assert success.value == pytest.approx(0.525)
+    for bad in (1.5, -1.0, math.nan):
+        with pytest.raises(ValueError, match="success: expected"):
+            success.update(bad)
+    with pytest.raises(ValueError, match="momentum"):
+        RunningSuccess(1.0)
+
+
+@pytest.mark.parametrize("template", [ENGLISH, COMPACT])
+def test_genac_prompt_shows_the_icc_fields(template):
+    """Both templates show question, response, size and rate; icc False leaves out the last two."""
+    how = dict(model_size="1.5B", success_rate=0.375, template=template)
+    full = critic_prompt("3+7@d=", "a0b7", **how)
+    bare = critic_prompt("3+7@d=", "a0b7", icc=False, **how)
+    for text in ("3+7@d=", "a0b7"):
+        assert text in full and text in bare
+    for text in ("1.5B", "0.38"):
+        assert text in full and text not in bare
+    assert critic_prompt(r"{icc} {prefix} \frac{1}{2}", "{question}", **how).count("1.5B") == 1
+    assert "{prefix}" in critic_prompt("{prefix}", "a", **how)  # filled in one pass
+
+
+def test_genac_prompt_errors():
+    """A template that lacks a field, and a rate that is none, are named."""
+    how = dict(model_size="1.5B", success_rate=0.4)
+    for field in ("question", "prefix", "icc"):
+        bad = ENGLISH._replace(text=ENGLISH.text.replace("{%s}" % field, ""))
+        with pytest.raises(ValueError, match=rf"template.text: .*no \{{{field}\}}"):
+            critic_prompt("q", "p", template=bad, **how)
+    with pytest.raises(ValueError, match="template.icc: .*no {success_rate}"):
+        critic_prompt("q", "p", template=Template(ENGLISH.text, "{model_size}"), **how)
+    for rate in (None, 1.2, math.nan):
+        with pytest.raises(ValueError, match="success_rate"):
+            critic_prompt("q", "p", model_size="1.5B", success_rate=rate)
+    critic_prompt("q", "p", model_size="", success_rate=None, icc=False)
+
+
+def test_genac_segment_starts_by_hand():
+    """Fixed length, delimiter, probability < 0.2; a gap counts for nothing; at most so many."""
+    mask = _bits("1111111", "1100111", "0000000")
+    assert torch.equal(segment_starts(mask, width=3), _bits("1001001", "1000010", "0000000"))
+    ends = genac.ends_by_delimiter(torch.tensor([[5, 9, 9, 5, 5, 9, 5]] * 3), [9])
+    assert torch.equal(segment_starts(mask, ends), _bits("1011001", "1000101", "0000000"))
+    assert torch.equal(segment_starts(mask, ends, width=2), _bits("1010001", "1000101", "0000000"))
+    p = torch.tensor([[0.1, 0.9, 0.2, 0.19, 0.9, 0.9, 0.1]])  # 0.2 is not below 0.2
+    surprise = genac.ends_by_surprise(p.double().log())
+    assert torch.equal(segment_starts(mask[:1], surprise), _bits("1100100"))
+    assert segment_starts(torch.ones(1, 100)).sum() == 16  # then the last runs to the end
+    assert segment_starts(torch.ones(2, 64), width=4).sum() == 32
+    with pytest.raises(ValueError, match="width"):
+        segment_starts(mask, width=0)
+    with pytest.raises(ValueError, match="ends: expected shape"):
+        segment_starts(mask, ends[:2])
+
+
+def test_genac_segments_are_causal():
+    """What comes at t or later changes no start up to t: V is no baseline that knows the action."""
+    g = torch.Generator().manual_seed(1)
+    mask, ends = torch.rand(8, 30, generator=g) < 0.9, torch.rand(8, 30, generator=g) < 0.3
+    starts = segment_starts(mask, ends, width=2)
+    for t in range(30):
+        other = ends.clone()
+        other[:, t:] = torch.rand(8, 30 - t, generator=g) < 0.5
+        assert torch.equal(segment_starts(mask, other, width=2)[:, : t + 1], starts[:, : t + 1])
+
+
+def _scripted(replies, seen=None):
+    """A sampler that gives these texts in turn, whatever it is asked."""
+    tokenizer, replies = rollout.task_tokenizer(), itertools.cycle(replies)
+
+    def sampler(model, prompts, *, max_new_tokens, temperature, eos_id, pad_id, generator):
+        if seen is not None:
+            seen.extend(tokenizer.decode(p) for p in prompts)
+        rows = [tokenizer(next(replies) + "$").input_ids for _ in prompts]
+        tokens, attention = rollout.left_pad(prompts, pad_id, "cpu")
+        L = max(map(len, rows))
+        mask = torch.tensor([[i < len(row) for i in range(L)] for row in rows])
+        reply = torch.tensor([row + [pad_id] * (L - len(row)) for row in rows])
+        return torch.cat([tokens, reply], 1), torch.cat([attention, mask], 1), mask, mask.float()
+
+    return sampler
+
+
+def _genac_critic(model=None, **how):
+    tokenizer, success = rollout.task_tokenizer(), RunningSuccess()
+    success.update(0.4)
+    return GenCritic(model or nn.Linear(1, 1), tokenizer, [tokenizer.eos_token_id], success, "0.2M",
+                     **({"template": COMPACT, "context": 256, "max_new_tokens": 96} | how))
+
+
+def _responses(critic, *texts):
+    rows = [critic.tokenizer(text).input_ids for text in texts]
+    T, pad = max(map(len, rows)), critic.tokenizer.pad_token_id
+    mask = torch.tensor([[t < len(row) for t in range(T)] for row in rows])
+    return torch.tensor([row + [pad] * (T - len(row)) for row in rows]), mask
+
+
+def test_genac_ask_values_replies_and_counts():
+    """One call for all starts; unparsable states take the running rate and are counted."""
+    critic, seen = _genac_critic(), []
+    tokens, mask = _responses(critic, "a0b7c4d1$", "a1$")
+    starts = segment_starts(mask, width=4)
+    replies = ["<answer>9</answer>", "nothing", "<answer>1</answer>", "x<answer>0</answer>"]
+    sampler = _scripted(replies, seen)
+    value, replies, stats = genac.ask(critic, ["3+7@d=", "0+1@a="], tokens, mask, starts, sampler)
+    assert seen == ["|0.2M,0.40|3+7@d=", "a0b7|0.2M,0.40|3+7@d=", "a0b7c4d1|0.2M,0.40|3+7@d=",
+                    "|0.2M,0.40|0+1@a="]
+    expected = [[0.8] * 4 + [-0.2] * 4 + [-0.8], [-1.0] * 3 + [0.0] * 6]
+    assert torch.allclose(value, torch.tensor(expected), atol=1e-6)
+    assert replies.v_hat == [0.9, None, 0.1, 0.0] and replies.texts[1] == "nothing"
+    assert stats["unparsable"] == (1, 4) and stats["prompt_truncated"] == (0, 4)
+    assert stats["score"] == (pytest.approx(1.0), 3)
+    assert stats["reply_tokens"] == (replies.mask.sum(), 4)
+
+
+def test_genac_prompts_are_causal():
+    """Other tokens from a state on leave the prompt of that state as it is."""
+    critic = _genac_critic()
+    tokens, mask = _responses(critic, "a0b7c4d1e8f5$")
+    starts, prompts = segment_starts(mask, width=2), []
+    for t in range(0, 13, 2):
+        other = tokens.clone()
+        other[:, t:] = 7
+        prompts.append([genac.states_at(critic, ["q"], x, starts)[t // 2] for x in (tokens, other)])
+    assert all(a == b for a, b in prompts) and len({a for a, _ in prompts}) == 7
+
+
+def test_genac_long_responses_are_cut_on_the_left():
+    """A prompt over the context loses the start of the response, nothing else, and is counted."""
+    critic = _genac_critic(context=60, max_new_tokens=40)
+    state = State("3+7@z=", "a0b7c4d1e8f5", "0.2M", 0.4)
+    ids, cut = genac.encode_state(critic, state)
+    assert cut and len(ids) == 20 and critic.tokenizer.decode(ids) == "8f5|0.2M,0.40|3+7@z="
+    assert genac.encode_state(critic, state._replace(prefix="a0"))[1] is False
+    states = [state, state._replace(prefix="a0b")]
+    _, stats = genac.ask_states(critic, states, _scripted(["<answer>1</answer>"]))
+    assert stats["prompt_truncated"] == (1, 2) and stats["prompt_tokens"] == (40, 2)
+    critic.context = 50
+    with pytest.raises(ValueError, match="context: expected room for a prompt of 17 tokens"):
+        genac.encode_state(critic, state)
+
+
+def test_genac_silent_critic_stops():
+    """After `patience` calls without one parsable reply: an error that says what to do."""
+    critic, state = _genac_critic(patience=3), State("3+7@z=", "", "0.2M", 0.4)
+    for reply in ("x", "x", "<answer>1</answer>", "x", "x"):  # one good reply starts the count anew
+        genac.ask_states(critic, [state] * 2, _scripted([reply]))
+    with pytest.raises(RuntimeError, match="no parsable reply in 3 calls.*--sft"):
+        genac.ask_states(critic, [state], _scripted(["x"]))
+
+
+def test_genac_reinforce_gradient_is_the_score_function():
+    """Vocabulary 2, two replies of one and two tokens: dL/dz = −(1/2) Σ A (onehot − softmax)."""
+    z = torch.tensor([0.3, -0.4], dtype=torch.float64, requires_grad=True)
+    replies, A = torch.tensor([[1, 0], [0, 1]]), torch.tensor([0.5, -2.0], dtype=torch.float64)
+    mask = torch.tensor([[1, 0], [1, 1]])
+    logp = torch.log_softmax(z, 0)[replies]
+    loss, stats = reinforce_loss(logp, A, mask)
+    loss.backward()
+    p = torch.softmax(z.detach(), 0)
+    e = torch.eye(2, dtype=torch.float64)
+    by_hand = -(0.5 * (e[1] - p) - 2.0 * ((e[0] - p) + (e[1] - p))) / 2
+    assert torch.allclose(z.grad, by_hand, atol=1e-12)
+    assert stats["loss"][1] == 2 and stats["logp"][1] == 3
+
+
+def test_genac_losses_ignore_masked_slots_and_add_up():
+    """NaN or 1e9 in masked slots reaches no loss or gradient; rows with a global count add up."""
+    logp = torch.tensor([[-1.0, math.nan, -2.0], [-3.0, 1e9, math.inf], [math.nan] * 3],
+                        requires_grad=True)
+    mask, A = torch.tensor([[1, 0, 1], [1, 0, 0], [0, 0, 0]]), torch.tensor([1.0, 2.0, math.nan])
+    for loss_of, expected, grad in (
+        (lambda x, m, rows, n: sft_loss(x, m, n)[0], 2.0, -1 / 3),
+        (lambda x, m, rows, n: reinforce_loss(x, A[rows], m, n)[0], 4.5, -0.5),
+    ):
+        loss = loss_of(logp, mask, slice(None), None)
+        (g,) = torch.autograd.grad(loss, logp)
+        assert loss.item() == pytest.approx(expected) and g[0, 0].item() == pytest.approx(grad)
+        assert g.isfinite().all() and (g[mask == 0] == 0).all()
+        n = 3 if expected == 2.0 else 2
+        parts = sum(loss_of(logp[i : i + 1], mask[i : i + 1], slice(i, i + 1), n) for i in range(3))
+        assert parts.item() == pytest.approx(expected)
+        nothing = loss_of(logp, torch.zeros(3, 3), slice(None), None)
+        (g,) = torch.autograd.grad(nothing, logp)
+        assert nothing == 0 and (g == 0).all()
+    with pytest.raises(ValueError, match="advantage: expected shape"):
+        reinforce_loss(logp, A[:2], mask)
+    with pytest.raises(ValueError, match="logp, mask"):
+        sft_loss(logp, mask[:2])
+
+
+@pytest.mark.parametrize("baseline, scale", [("none", 1), ("mean", 2 / 3), ("leave-one-out", 1)])
+def test_genac_baselines_by_exact_enumeration(baseline, scale):
+    """All 27 triples of replies: the expected gradient is exact; the mean's is 1 − 1/n of it."""
+    z = torch.tensor([0.5, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    reward = torch.tensor([0.9, 0.1, 0.6], dtype=torch.float64)
+    (exact,) = torch.autograd.grad(torch.softmax(z, 0) @ reward, z)
+    total = torch.zeros(3, dtype=torch.float64)
+    p = torch.softmax(z, 0).detach()
+    for replies in itertools.product(range(3), repeat=3):
+        replies = torch.tensor(replies)
+        A = reply_advantage(reward[replies], baseline=baseline)
+        logp = torch.log_softmax(z, 0)[replies][:, None]
+        loss, _ = reinforce_loss(logp, A, torch.ones(3, 1))
+        total -= p[replies].prod() * torch.autograd.grad(loss, z)[0]
+    assert torch.allclose(total, scale * exact, atol=1e-12)
+
+
+def test_genac_leave_one_out_by_hand():
+    """In a group each reward is held against the mean of the others; one alone keeps its own."""
+    reward, group = torch.tensor([1.0, 0.0, 0.5, 0.8]), torch.tensor([7, 7, 7, 2])
+    out = reply_advantage(reward, group, baseline="leave-one-out")
+    assert torch.allclose(out, torch.tensor([0.75, -0.75, 0.0, 0.8]))
+    assert torch.allclose(reply_advantage(reward, baseline="mean"), reward - 0.575)
+    with pytest.raises(ValueError, match="baseline: expected none, mean or leave-one-out"):
+        reply_advantage(reward, baseline="median")
+
+
+def _tiny():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=95, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        initializer_range=0.3, num_attention_heads=2, max_position_embeddings=256,
+        bos_token_id=None, eos_token_id=65, pad_token_id=65)).eval()
+
+
+def _traces(n):
+    states = genac.task_states(n, 0, "0.2M")
+    return [(s, genac.oracle_trace(s.question, s.prefix, s.success_rate)) for s in states]
+
+
+def test_genac_micro_batches_do_not_change_the_gradient():
+    """One pass, or many of unequal length, cut to their own width: the same gradient to 1e-6."""
+    critic, grads = _genac_critic(_tiny()), []
+    tokens, attention, mask, _ = genac.join(critic, _traces(12))
+    for budget in (10**6, 500, 1):
+        critic.model.zero_grad()
+        stats = genac.backward(critic, tokens, attention, mask, token_budget=budget,
+                               loss_of=lambda x, m, rows: sft_loss(x, m, mask.sum()))
+        grads.append(torch.cat([p.grad.flatten() for p in critic.model.parameters()]))
+        assert stats["loss"][1] == mask.sum()
+    assert grads[0].norm() > 0.1
+    assert all(torch.allclose(g, grads[0], atol=1e-6) for g in grads[1:])
+
+
+def test_genac_trainer_scores_as_the_sampler_did():
+    """reply_logp of sampled replies is the sampler's own log-prob, at its temperature."""
+    model, tokenizer = _tiny(), rollout.task_tokenizer()
+    prompts = [tokenizer(x).input_ids for x in ("a0b7|0.2M,0.40|3+7@d=", "|0.2M,0.40|1+1@a=")]
+    tokens, attention, mask, logp = rollout.generate(
+        model, prompts, max_new_tokens=9, temperature=0.7, eos_id=65, pad_id=65,
+        generator=torch.Generator().manual_seed(0))
+    again = genac.reply_logp(model, tokens, attention, mask.shape[1], 0.7)
+    assert torch.allclose(again[mask], logp[mask], atol=1e-5)
+
+
+def test_genac_sft_lowers_the_loss_and_rl_raises_the_score_it_rewards():
+    """SFT fits the traces; REINFORCE makes the reply that fits the outcome more likely."""
+    critic = _genac_critic(_tiny())
+    log = genac.sft(critic, _traces(32), steps=12, batch_size=16, lr=3e-3, progress=False)
+    assert len(log) == 12 and log[-1]["loss"] < 0.9 * log[0]["loss"]
+    tokens, mask = _responses(critic, "a0b7c4d1$", "a9b9c9d9$")
+    starts = segment_starts(mask, at_most=1)
+    good, bad = "<answer>9</answer>", "<answer>2</answer>"
+    rollouts = lambda: (["3+7@d="] * 2, tokens, mask, starts, torch.tensor([1.0, 1.0]))
+    state = genac.states_at(critic, ["3+7@d="], tokens, starts[:1])[0]
+    row = lambda text: genac.join(critic, [(state, text)])
+
+    def likelier():
+        (t, a, m, _), (t2, a2, m2, _) = row(good), row(bad)
+        with torch.no_grad():
+            return (genac.reply_logp(critic.model, t, a, m.shape[1]).sum()
+                    - genac.reply_logp(critic.model, t2, a2, m2.shape[1]).sum()).item()
+
+    before = likelier()
+    log = genac.rl_pretrain(critic, rollouts, _scripted([good, bad, "?"]), steps=6, lr=3e-3,
+                            baseline="leave-one-out", progress=False)
+    assert likelier() > before + 0.5 and critic.success.value > 0.4
+    assert log[0]["reward"] == pytest.approx((0.99 + 0.36) / 2) and log[0]["unparsable"] == 0
+    assert log[1]["unparsable"] == 0.5 and log[1]["reward"] == pytest.approx(0.99 / 2)
+
+
+def test_genac_balanced():
+    """Equal counts per outcome × position; what a small cell lacks, the others give."""
+    outcome, position = [1] * 5 + [0] * 95, [0, 0, 1, 1, 1] + [0, 1] * 47 + [0]
+    chosen = genac.balanced(outcome, position, 22, random.Random(0))
+    cells = [(outcome[i], position[i]) for i in chosen]
+    assert len(set(chosen)) == 22
+    assert sorted(cells.count(c) for c in set(cells)) == [2, 3, 8, 9]
+    assert cells.count((1, 0)) == 2 and cells.count((1, 1)) == 3
+    assert sorted(genac.balanced(outcome, position, 100, random.Random(0))) == list(range(100))
+    assert cells != sorted(cells)
+    for n in (0, 101):
+        with pytest.raises(ValueError, match="n: expected 1 … 100"):
+            genac.balanced(outcome, position, n, random.Random(0))
+
+
+def test_genac_quarters():
+    """Positions are counted in trainable tokens of the response's own length."""
+    mask = _bits("11111111", "11011000")
+    assert genac.quarters(_bits("10101010", "11011000"), mask) == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_genac_traces_through_a_file(tmp_path):
+    """write_prompts, an oracle's reply under `trace`, load_traces: the same states come back."""
+    critic, path = _genac_critic(template=ENGLISH), str(tmp_path / "p.jsonl")
+    states = [State("What is 2+2? {x}", "It is\nfour ✓", "0.2M", 0.4), State("q", "", "0.2M", 0.25)]
+    genac.write_prompts(path, critic, states, [1, 0], [3, 0])
+    rows = [json.loads(line) for line in open(path, encoding="utf-8")]
+    assert [r["outcome"] for r in rows] == [1, 0] and [r["position"] for r in rows] == [3, 0]
+    assert rows[0]["prompt"] == critic_prompt(*states[0][:2], model_size="0.2M", success_rate=0.4)
+    with open(path, "w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row | {"trace": "Easy. <answer>9</answer>"}) + "\n\n")
+    assert genac.load_traces(path) == [(s, "Easy. <answer>9</answer>") for s in states]
+
+
+@pytest.mark.parametrize("line, message", [
+    ('{"problem": "q", "partial": ""}', "line 2: expected a text under the key trace, found the "
+     "keys problem, partial"),
+    ('{"problem": "q", "partial": 3, "trace": "x"}', "line 2: partial: expected a text, found 3"),
+    ('{"problem": "q", "partial": "", "trace": "I say 7"}', "line 2: trace: expected an integer"),
+    ("[1]", "line 2: expected a JSON object"),
+    ("{", "line 2: expected a JSON object, found broken"),
+    ('{"problem": "q", "partial": "", "trace": "<answer>7</answer>", "success_rate": 70}',
+     "line 2: success_rate: expected a number in"),
+])
+def test_genac_trace_errors(tmp_path, line, message):
+    """A line that does not fit is named by its number."""
+    good = '{"problem": "q", "partial": "", "trace": "<answer>7</answer>"}'
+    path = tmp_path / "t.jsonl"
+    path.write_text(good + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        genac.load_traces(str(path), model_size="1B", success_rate=0.5)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="found no line with one"):
+        genac.load_traces(str(path))
+
+
+@pytest.mark.parametrize("prefix, trace", [
+    ("", "=G"), ("a0", "a0=0G"), ("a0b7c4", "a0b7c4=4G"), ("a0b7c5", "a0b7c4=5B"),
+    ("a0b8c4", "a0b7c4=4G"),  # two errors that cancel: right again
+    ("a0b", "a0=0G"), ("a0c4", "a0b7c4=4G"), ("aG", "a0=GB"), ("a0b7c4d1e8", "a0b7c4d1e8=8G"),
+])
+def test_genac_oracle_checks_each_step(prefix, trace):
+    """`3+7@d=`: the right chain up to the prefix's last value, that value, Good or Bad, a score."""
+    reply = genac.oracle_trace("3+7@d=", prefix, 0.4)
+    assert reply.startswith(trace + "<answer>") and parse_score(reply) is not None
+    if prefix == "a0b7c4d1e8":
+        assert parse_score(reply) == 0  # past the end
+    tokenizer = rollout.task_tokenizer()
+    assert tokenizer.decode(tokenizer(reply).input_ids) == reply  # in the task's alphabet
+
+
+def test_genac_oracle_chance_is_the_chain_s():
+    """0.1 ± … q^m solves p' = p(1 − e) + (1 − p) e/9, and persistence inverts the average."""
+    e = 0.13
+    q = 1 - 10 * e / 9
+    right, wrong = 1.0, 0.0
+    for m in range(27):
+        assert genac.chance(q, m, True) == pytest.approx(right)
+        assert genac.chance(q, m, False) == pytest.approx(wrong)
+        right, wrong = (p * (1 - e) + (1 - p) * e / 9 for p in (right, wrong))
+    rate = sum(genac.chance(q, n, True) for n in range(1, 27)) / 26
+    assert genac.persistence(rate) == pytest.approx(q, abs=1e-6)
+    scores = [parse_score(genac.oracle_trace("3+7@h=", "a0b7", x)) for x in (0.2, 0.5, 0.9)]
+    assert scores == sorted(scores) and scores[0] < scores[2]  # a stronger actor, a higher score
+
+
+def test_genac_oracle_agrees_with_demonstrations():
+    """Share of noisy demonstrations that end right = the average chance, to Monte Carlo error."""
+    rng, e = random.Random(0), 0.1
+    q, problem = 1 - 10 * e / 9, rollout.Problem("3+7@h=", "h9")
+    texts = [rollout.demonstration(problem.prompt, e, rng)[:-1] for _ in range(4000)]
+    share = sum(rollout.chain_reward(t, problem.answer) > 0 for t in texts) / 4000
+    assert abs(share - genac.chance(q, 8, True)) < 0.03
+
+
+def test_genac_oracle_in_the_place_of_a_critic():
+    """ask with the oracle as sampler: V falls where the error is, the error's segment is blamed."""
+    critic = _genac_critic()
+    sampler = functools.partial(genac.oracle_sampler, tokenizer=critic.tokenizer)
+    tokens, mask = _responses(critic, "a0b7c4d1e9f6$", "a0b7c4d1e8f5$")
+    starts = segment_starts(mask, width=4)
+    value, _, stats = genac.ask(critic, ["3+7@f="] * 2, tokens, mask, starts, sampler)
+    assert value[0, 7] == value[1, 7] > 0 and stats["unparsable"] == (0, 8)
+    assert value[0, 12] == -1 and value[1, 12] == 1
+    A = spread(gae.gae(value, torch.tensor([-1.0, 1.0]), starts, 0.0), starts, mask)
+    assert A[0].argmin() == 8 and A[1, 8] > 0
+
+
 # ---------------------------------------------------------------------------------------- train.py
 
 
@@ -3356,3 +3837,27 @@ def test_train_token_budget_keeps_padding_low(base, monkeypatch):
     padded = sum(part.tokens.numel() for part in parts)
     assert 1 - attention.sum() / padded < 0.15
     assert all(part.tokens.numel() <= 2048 or len(part.mask) == 1 for part in parts)
+
+
+# ------------------------------------------------------------------------------------ the project
+
+
+def test_readme_lists_every_assumption():
+    """The README's table has a row for each line marked as an assumption, file by file."""
+    folder = Path(train.__file__).parent
+    table = (folder / "README.md").read_text().split("## Assumptions")[1].split("\n## ")[0]
+    for file in sorted(folder.glob("*.py")):
+        marks = file.read_text().count("# assumption")
+        if file.name != "test_all.py":
+            assert table.count(f"| `{file.name}` |") == marks, file.name
+
+
+def test_leaf_files_import_no_sibling():
+    """A leaf can be copied alone into another project."""
+    folder = Path(train.__file__).parent
+    siblings = {file.stem for file in folder.glob("*.py")}
+    for name in ("gae", "critic", "actor_loss", "daps", "rollout", "genac"):
+        lines = (folder / f"{name}.py").read_text().splitlines()
+        imported = {line.split()[1].split(".")[0] for line in lines
+                    if line.startswith(("import ", "from "))}
+        assert not imported & siblings, name

@@ -110,8 +110,7 @@ class Config:
     temperature: float = flag(1.0, "of sampling, and so of the policy that is trained")
     rollout_dtype: str = flag(
         "", "sample with a copy of this type; empty: none", "", "bfloat16", "float16")
-    sampler: str = flag(
-        "generate", "generate, or generate_batch (paged, for GPUs)", *rollout.SAMPLERS)
+    sampler: str = flag("generate", "generate, or generate_batch (paged, for GPUs)")
     router_replay: bool = flag(False, "R3: train with the experts that the sampler chose (MoE)")
     max_rows: int = flag(256, "responses under way at once")
     verifier: str = flag("boxed", "of responses: boxed, number, math_verify or chain")
@@ -298,7 +297,8 @@ LIMITS = [
 
 def check(cfg: Config) -> None:
     """ValueError in one sentence for what can be seen wrong before any model is loaded."""
-    for name, table in (("method", METHODS), ("verifier", rollout.VERIFIERS), ("loss", LOSSES)):
+    for name, table in (("method", METHODS), ("verifier", rollout.VERIFIERS), ("loss", LOSSES),
+                        ("sampler", rollout.SAMPLERS)):
         found = getattr(cfg, name)
         if found not in table and (name, found) != ("loss", ""):
             raise ValueError(f"--{name}: expected one of {', '.join(table)}; found {found}")

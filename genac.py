@@ -1,0 +1,1048 @@
+r"""GenAC: a critic that reasons in text and ends in a score.
+
+    v̂ = score/10,  score ∈ {0, …, 10} in <answer> tags       a reply without one: v̂ = None
+    R_v = 1 − (r − v̂)²,  r ∈ {0, 1} the outcome               a reply without one: R_v = 0
+    V(s) = 2v̂ − 1                                             what gae wants: r = 1 is R = +1
+
+GenAC (arXiv 2604.10701), method and three stages: (1) SFT on an oracle's traces, (2) REINFORCE on
+R_v with the actor frozen, (3) PPO, where the critic's scores fill `value` and stage 2 goes on. R_v
+is proper: its mean over r ~ p is largest at v̂ = p. In-context conditioning (ICC): the prompt names
+the actor's size and the running average of its success, since a value belongs to a policy.
+
+    B responses of T tokens, N states (prefixes at which the critic is asked), L reply tokens
+    starts [B, T] bool   True where a segment starts: a state; N of them, in row-major order
+    value  [B, T]        2v̂ − 1 of its segment on each trainable token, 0 elsewhere
+    tokens [N, P+L], attention [N, P+L], mask [N, L]   the critic's prompts ‖ replies
+
+The sampler is a callable with the signature of rollout.generate, so this file runs alone. Differs
+from the paper: where a state is scored is not published; see the lines marked `assumption`. Left
+out: the actor's update (train.py), reuse of a KV cache between the states of one response. Both
+templates put what these states share in front, for samplers that cache prefixes.
+
+    python genac.py                          a wrong response: prompt, reply, score, R_v, advantage
+    python genac.py --train                  stages 1 and 2 on the embedded task, against the truth
+    python genac.py --write-prompts P.jsonl --actor DIR --data FILE     for an oracle of your own
+    python genac.py --sft TRACES.jsonl --critic DIR --out DIR           stage 1
+    python genac.py --rl --critic DIR --actor DIR --data FILE --out DIR stage 2
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+Stats = dict[str, tuple[Tensor | float, Tensor | float]]  # name -> (sum, count)
+
+# -------------------------------------------------------------------------------------- prompt
+
+
+class Template(NamedTuple):
+    """text holds {question}, {prefix} and {icc}; icc holds {model_size} and {success_rate}."""
+
+    text: str
+    icc: str
+
+
+ENGLISH = Template(
+    """\
+You estimate how likely a language model is to end with the right answer. You are given a problem \
+and the model's response so far, which may stop at any point or not have begun.
+
+Think in this order:
+1. Difficulty. How hard is the problem, and where does one go wrong in it?
+2. Ability. What do the response so far, and any facts given about the model, say about its skill?
+3. Progress. Skim the response: what is settled, what is still open, is there an error or confusion?
+4. Chance. If this same model goes on from here, how often does it end with the right answer?
+Then write one integer from 0 (certain to fail) to 10 (certain to succeed) in tags: \
+<answer>integer</answer>
+
+{icc}Problem:
+{question}
+
+Response so far:
+{prefix}""",
+    """\
+Facts about the model: {model_size} parameters; running average of its success on such problems, \
+from 0 to 1: {success_rate}.
+
+""",
+)
+
+# One character is one token of the embedded task. The question stands last, so the reply begins as
+# the policy's own response does: a critic that starts from the policy can recompute the chain.
+COMPACT = Template("{prefix}|{icc}|{question}", "{model_size},{success_rate}")
+
+
+def critic_prompt(question: str, prefix: str, *, model_size: str, success_rate: float | None,
+                  icc: bool = True, template: Template = ENGLISH) -> str:
+    """The prompt for the state (question, prefix). Never the reference answer.
+
+    model_size: of the actor, as text ("1.5B"). success_rate in [0, 1]: its running average. icc
+    False leaves both out. ValueError on a template without a field or a rate that is none.
+    """
+    needed = {"text": ("question", "prefix", "icc"), "icc": ("model_size", "success_rate")}
+    for part, names in needed.items():
+        for name in names:
+            if f"{{{name}}}" not in getattr(template, part):
+                raise ValueError(f"template.{part}: expected the fields {', '.join(names)} in "
+                                 f"braces, found no {{{name}}}")
+    fields = {"question": question, "prefix": prefix, "icc": ""}
+    if icc:
+        if success_rate is None or not 0 <= success_rate <= 1:
+            raise ValueError(f"success_rate: expected a number in [0, 1], found {success_rate} "
+                             "(RunningSuccess has none before its first update)")
+        facts = {"model_size": model_size, "success_rate": f"{success_rate:.2f}"}
+        fields["icc"] = _fill(template.icc, facts)
+    return _fill(template.text, fields)
+
+
+def _fill(text: str, fields: dict[str, str]) -> str:
+    """Puts the fields in, in one pass: braces elsewhere, in LaTeX for one, are left alone."""
+    return re.sub(r"\{(" + "|".join(fields) + r")\}", lambda match: fields[match[1]], text)
+
+
+# ------------------------------------------------------------------------------ score and reward
+
+
+def parse_score(text: str) -> float | None:
+    """score/10 from the last closed <answer> tag, None unless an integer 0 … 10 stands in it."""
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, content = before.rpartition("<answer>")
+    if not (closed and opened and re.fullmatch(r"10|[0-9]", content.strip())):
+        return None
+    return int(content) / 10
+
+
+def value_reward(r: float, v_hat: float | None) -> float:
+    """R_v = 1 − (r − v̂)², 0 for a reply that could not be parsed (v_hat None).
+
+    r in [0, 1], the outcome: (R + 1)/2 of a reward R ∈ {−1, +1}. ValueError outside.
+    """
+    if not 0 <= r <= 1:
+        raise ValueError(f"r: expected an outcome in [0, 1], found {r}")
+    return 0.0 if v_hat is None else 1 - (r - v_hat) ** 2                       # 1 − (r − v̂)²
+
+
+class RunningSuccess:
+    """Exponential average of the actor's success rate; None before the first update, which sets it.
+
+    .value is all the state there is: a checkpoint keeps it.
+    """
+
+    def __init__(self, momentum: float = 0.9):
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum: expected a number in [0, 1), found {momentum}")
+        self.momentum, self.value = momentum, None
+
+    def update(self, success: float | Tensor) -> float:
+        """success: a rate in [0, 1], or the 0/1 outcomes of a batch, whose mean is taken."""
+        success = torch.as_tensor(success, dtype=torch.float64).mean().item()
+        if not 0 <= success <= 1:
+            raise ValueError(f"success: expected numbers in [0, 1], found a mean of {success}")
+        m = self.momentum
+        self.value = success if self.value is None else m * self.value + (1 - m) * success
+        return self.value
+
+
+# ------------------------------------------------------------------------------------ segments
+# A cut depends on nothing that comes after it. So a segment ends *after* a delimiter or an unlikely
+# token: were it to end before, V would be a baseline that depends on the action it is held against.
+
+
+def segment_starts(mask: Tensor, ends: Tensor | None = None, *, width: int = 1,
+                   at_most: int = 16) -> Tensor:
+    """Where segments start [B, T]: at the first trainable token, then by the rule of `ends`.
+
+    mask [B, T]. ends [B, T]: tokens after which a segment may end; None: any token, so that
+    segments have a fixed length of width tokens. No segment but the last is shorter than width
+    trainable tokens, none starts after the first at_most: width = ⌈limit/16⌉ covers any response
+    of at most limit tokens evenly.
+    """
+    if width < 1 or at_most < 1:
+        raise ValueError(f"width and at_most: expected 1 or more, found {width}, {at_most}")
+    mask = mask.bool()
+    ends = mask if ends is None else ends
+    if ends.shape != mask.shape:
+        raise ValueError(f"ends: expected shape {tuple(mask.shape)}, found {tuple(ends.shape)}")
+    starts, ends = torch.zeros_like(mask), ends.bool() & mask
+    length = torch.zeros_like(mask[:, :1].long().sum(1))  # trainable tokens of the segment, [B]
+    count, may_end = length.clone(), length.bool()
+    for t in range(mask.shape[1]):
+        new = mask[:, t] & ((count == 0) | may_end & (length >= width) & (count < at_most))
+        starts[:, t] = new
+        count = count + new
+        length = torch.where(new, 0, length) + mask[:, t]
+        may_end = torch.where(mask[:, t], ends[:, t], may_end)  # a masked slot changes nothing
+    return starts
+
+
+def ends_by_delimiter(tokens: Tensor, delimiter_ids: list[int]) -> Tensor:
+    """tokens [B, T] -> ends [B, T]: tokens that are, or contain, the delimiter."""
+    return torch.isin(tokens, torch.tensor(delimiter_ids, device=tokens.device))
+
+
+def delimiter_ids(tokenizer, delimiter: str) -> list[int]:
+    """Ids of all tokens whose text contains the delimiter. ValueError if there is none."""
+    ids = [i for i in range(len(tokenizer)) if delimiter in tokenizer.decode([i])]
+    if not ids:
+        raise ValueError(f"delimiter: expected text inside one token, found {delimiter!r} in none")
+    return ids
+
+
+def ends_by_surprise(logp: Tensor, *, below: float = 0.2) -> Tensor:
+    """logp [B, T] of the sampled tokens -> ends [B, T]: those of a probability under 0.2."""
+    return logp < math.log(below)
+
+
+def spread(x: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
+    """x [B, T] as it stands at the start of its segment, on each trainable token; 0 elsewhere.
+
+    GAE on the process of segments, for any λ: spread(gae(value, R, starts, lam), starts, mask),
+    for gae skips what its mask leaves out. With λ = 1 that is gae(value, R, mask, 1.0).
+    """
+    at = torch.arange(x.shape[1], device=x.device).expand_as(x)
+    start = torch.where(starts.bool(), at, -1).cummax(1).values
+    here = mask.bool() & (start >= 0)
+    return torch.where(here, x.gather(1, start.clamp_min(0)), 0.0)
+
+
+def segment_values(v_hat: list[float | None], starts: Tensor, mask: Tensor,
+                   fallback: float | None) -> Tensor:
+    """value [B, T] = 2v̂ − 1 of each token's segment. v_hat: N scores, for starts in row order.
+
+    A None takes the fallback, the running success rate in [0, 1]; ValueError if there is none.
+    """
+    if len(v_hat) != int(starts.sum()):
+        raise ValueError(f"v_hat: expected {int(starts.sum())} scores, one per segment start, "
+                         f"found {len(v_hat)}")
+    if fallback is None and None in v_hat:
+        raise ValueError("fallback: expected the running success rate, as a score is missing; "
+                         "found None")
+    # assumption: a state whose reply cannot be parsed has the value of the running success rate
+    scores = [fallback if v is None else v for v in v_hat]
+    value = torch.zeros(mask.shape, device=mask.device)
+    value[starts.bool()] = 2 * torch.tensor(scores, device=mask.device) - 1     # V = 2v̂ − 1
+    return spread(value, starts, mask)
+
+
+# ---------------------------------------------------------------------------------- the critic
+
+
+@dataclass
+class GenCritic:
+    """A causal language model that is asked for scores, and how it is asked."""
+
+    model: nn.Module
+    tokenizer: object
+    eos_id: list[int]
+    success: RunningSuccess  # of the actor
+    model_size: str  # of the actor
+    template: Template = ENGLISH
+    icc: bool = True
+    context: int = 4096  # prompt and reply together, in tokens
+    max_new_tokens: int = 1024
+    temperature: float = 1.0
+    patience: int = 5  # assumption: calls in a row without one parsable reply before `ask` stops
+    silent: int = 0  # such calls so far
+
+
+class State(NamedTuple):
+    """What the critic is asked about; success_rate and model_size are the actor's at that time."""
+
+    question: str
+    prefix: str
+    model_size: str
+    success_rate: float | None
+
+
+class Replies(NamedTuple):
+    """N replies: the tensors that the sampler returned, their texts and scores."""
+
+    tokens: Tensor  # [N, P+L]
+    attention: Tensor  # [N, P+L]
+    mask: Tensor  # [N, L]
+    texts: list[str]
+    v_hat: list[float | None]
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """Token ids of a prompt: as a user's message where there is a chat template, else as it is."""
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    return tokenizer(text).input_ids
+
+
+def encode_state(critic: GenCritic, state: State) -> tuple[list[int], bool]:
+    """Prompt ids that leave room for the reply; True if the response so far was cut for it.
+
+    The response loses tokens on its left. ValueError if the prompt is too long even without it.
+    """
+    question, prefix, size, rate = state
+    room, cut = critic.context - critic.max_new_tokens, None
+    while True:
+        ids = encode(critic.tokenizer, critic_prompt(
+            question, prefix, model_size=size, success_rate=rate, icc=critic.icc,
+            template=critic.template))
+        if len(ids) <= room:
+            return ids, cut is not None
+        if cut is None:
+            cut = critic.tokenizer(prefix, add_special_tokens=False).input_ids
+        if not cut:
+            raise ValueError(f"context: expected room for a prompt of {len(ids)} tokens and a "
+                             f"reply of {critic.max_new_tokens}, found {critic.context}")
+        cut = cut[len(ids) - room :]
+        prefix = critic.tokenizer.decode(cut)
+
+
+def states_at(critic: GenCritic, questions: list[str], tokens: Tensor, starts: Tensor,
+              ) -> list[State]:
+    """The N states at the starts of responses tokens [B, T]: each sees what lies before it."""
+    rows = tokens.cpu().tolist()
+    return [
+        State(questions[b], critic.tokenizer.decode(rows[b][:t], skip_special_tokens=True),
+              critic.model_size, critic.success.value)
+        for b, t in starts.bool().cpu().nonzero().tolist()]
+
+
+def ask_states(critic: GenCritic, states: list[State], sampler: Callable,
+               generator: torch.Generator | None = None) -> tuple[Replies, Stats]:
+    """One sampled reply per state, all in one call of the sampler.
+
+    stats: unparsable, prompt_truncated, prompt_tokens, reply_tokens (per state), score (per parsed
+    one). RuntimeError after critic.patience calls in a row in which no reply could be parsed.
+    """
+    encoded = [encode_state(critic, state) for state in states]
+    tokens, attention, mask, _ = sampler(
+        critic.model, [ids for ids, _ in encoded], max_new_tokens=critic.max_new_tokens,
+        temperature=critic.temperature, eos_id=critic.eos_id,
+        pad_id=critic.tokenizer.pad_token_id, generator=generator)
+    replies = tokens[:, -mask.shape[1] :]
+    texts = critic.tokenizer.batch_decode(
+        [row[m].tolist() for row, m in zip(replies.cpu(), mask.cpu())], skip_special_tokens=True)
+    v_hat = [parse_score(text) for text in texts]
+    n, parsed = len(states), [v for v in v_hat if v is not None]
+    critic.silent = 0 if parsed else critic.silent + 1
+    if critic.silent >= critic.patience:
+        raise RuntimeError(
+            f"the critic gave no parsable reply in {critic.silent} calls in a row (the last of {n} "
+            f"ends in {texts[-1][-40:]!r}): train it on traces first (--sft), or allow longer "
+            f"replies than {critic.max_new_tokens} tokens")
+    return Replies(tokens, attention, mask, texts, v_hat), {
+        "unparsable": (n - len(parsed), n), "prompt_truncated": (sum(c for _, c in encoded), n),
+        "prompt_tokens": (sum(len(ids) for ids, _ in encoded), n),
+        "reply_tokens": (int(mask.sum()), n), "score": (sum(parsed), len(parsed))}
+
+
+def ask(critic: GenCritic, questions: list[str], tokens: Tensor, mask: Tensor, starts: Tensor,
+        sampler: Callable, generator: torch.Generator | None = None,
+        ) -> tuple[Tensor, Replies, Stats]:
+    """Asks at all starts of a batch of responses in one call: value [B, T] for gae, replies, stats.
+
+    questions: B texts. tokens, mask, starts [B, T] of the responses. replies[i] belongs to the
+    i-th start in row order, to the response `starts.nonzero()[:, 0][i]`. Errors as ask_states.
+    """
+    replies, stats = ask_states(
+        critic, states_at(critic, questions, tokens, starts), sampler, generator)
+    value = segment_values(replies.v_hat, starts, mask, critic.success.value)
+    return value, replies, stats
+
+
+# -------------------------------------------------------------------------------------- losses
+
+
+def sft_loss(logp: Tensor, mask: Tensor, n_tokens: Tensor | float | None = None,
+             ) -> tuple[Tensor, Stats]:
+    """−(1/n) Σ log π(trace token): logp, mask [N, L]; n_tokens of the whole step (default: own)."""
+    logp, mask, n = _checked(logp, mask, n_tokens, mask.bool().sum())
+    total = -torch.where(mask, logp, 0.0).sum()
+    return total / n, {"loss": (total.detach(), mask.sum())}
+
+
+def reinforce_loss(logp: Tensor, advantage: Tensor, mask: Tensor,
+                   n_replies: Tensor | float | None = None) -> tuple[Tensor, Stats]:
+    """−(1/n) Σ_i A_i Σ_t log π(z_it|s_i): gradient −E[A ∇ log π(z|s)], each reply as one action.
+
+    logp, mask [N, L], advantage [N] from reply_advantage, which needs the whole step's rewards.
+    n_replies of the whole step (default: own rows with a token). For fresh replies, one step on
+    them: there is no ratio. stats: loss per reply, logp per token.
+    """
+    if advantage.shape != logp.shape[:1]:
+        raise ValueError(f"advantage: expected shape ({len(logp)},), found "
+                         f"{tuple(advantage.shape)}")
+    rows = mask.bool().any(1)
+    logp, mask, n = _checked(logp, mask, n_replies, rows.sum())
+    logp = torch.where(mask, logp, 0.0)
+    A = torch.where(rows, advantage.detach(), 0.0).to(logp.dtype)
+    total = -(A * logp.sum(1)).sum()                                            # −Σ A_i log π(z_i)
+    return total / n, {"loss": (total.detach(), rows.sum()),
+                       "logp": (logp.detach().sum(), mask.sum())}
+
+
+def reply_advantage(reward: Tensor, group: Tensor | None = None, *, baseline: str = "none",
+                    ) -> Tensor:
+    """R_v [N] minus its baseline: 0 (none, the paper's), the mean, or that of the other replies.
+
+    group [N]: replies with the same number share a baseline (default: all N), for several replies
+    to one state. A reply alone in its group has no other: its leave-one-out baseline is 0. The
+    mean holds the reply's own reward, which scales the expected gradient by 1 − 1/n.
+    """
+    if baseline not in ("none", "mean", "leave-one-out"):
+        raise ValueError(f"baseline: expected none, mean or leave-one-out, found {baseline!r}")
+    if baseline == "none":
+        return reward
+    group = torch.zeros_like(reward, dtype=torch.long) if group is None else group
+    group = torch.unique(group, return_inverse=True)[1]
+    of_group = lambda x: torch.zeros_like(x).index_add_(0, group, x)[group]
+    n, total = of_group(torch.ones_like(reward)), of_group(reward)
+    if baseline == "mean":
+        return reward - total / n
+    return reward - (total - reward) / (n - 1).clamp_min(1)                # R_i − mean_{j≠i} R_j
+
+
+def _checked(logp: Tensor, mask: Tensor, n, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if logp.dim() != 2 or mask.shape != logp.shape:
+        raise ValueError(f"logp, mask: expected one shape (N, L), found {tuple(logp.shape)} and "
+                         f"{tuple(mask.shape)}")
+    logp = logp if logp.dtype == torch.float64 else logp.float()
+    n = torch.as_tensor(own if n is None else n, device=logp.device).clamp_min(1)
+    return logp, mask.bool(), n
+
+
+def reply_logp(model: nn.Module, tokens: Tensor, attention: Tensor, L: int,
+               temperature: float = 1.0) -> Tensor:
+    """log π [N, L] of the last L of tokens [N, P+L], float32, at the temperature that sampled."""
+    positions = (attention.long().cumsum(-1) - 1).clamp_min(0)
+    logits = model(input_ids=tokens, attention_mask=attention.long(), position_ids=positions,
+                   use_cache=False, logits_to_keep=L + 1).logits[:, :-1]
+    logp = torch.log_softmax(logits.float() / temperature, -1)
+    return logp.gather(-1, tokens[:, -L:, None])[..., 0]
+
+
+def backward(critic: GenCritic, tokens: Tensor, attention: Tensor, mask: Tensor,
+             loss_of: Callable, *, temperature: float = 1.0, token_budget: int = 32_768) -> Stats:
+    """Adds the gradient of loss_of(logp, mask, rows) to .grad in micro-batches of similar length.
+
+    loss_of divides by the whole step's count. token_budget: padded tokens of one forward pass.
+    """
+    L, stats, start = mask.shape[1], {}, 0
+    order = attention.sum(1).argsort(descending=True)
+    longest = attention.sum(1)[order].tolist()
+    while start < len(order):
+        rows = order[start : start + max(1, token_budget // longest[start])]
+        start += len(rows)
+        a, m = attention[rows], mask[rows]
+        l = int(m.any(0).sum())
+        columns = slice(int(a.any(0).int().argmax()), a.shape[1] - L + l)
+        logp = reply_logp(critic.model, tokens[rows, columns], a[:, columns], l, temperature)
+        loss, s = loss_of(logp, m[:, :l], rows)
+        loss.backward()
+        for name, (x, n) in s.items():
+            have = stats.get(name, (0.0, 0.0))
+            stats[name] = (have[0] + x, have[1] + n)
+    return stats
+
+
+def reinforce_backward(critic: GenCritic, replies: Replies, r: Tensor, *, baseline: str = "none",
+                       group: Tensor | None = None, token_budget: int = 32_768) -> Stats:
+    """Adds the gradient of one REINFORCE step to .grad; r [N] in [0, 1], each state's outcome."""
+    reward = torch.tensor([value_reward(x, v) for x, v in zip(r.tolist(), replies.v_hat)])
+    reward = reward.to(replies.tokens.device)
+    A, n = reply_advantage(reward, group, baseline=baseline), len(reward)
+    stats = backward(
+        critic, *replies[:3], lambda logp, mask, rows: reinforce_loss(logp, A[rows], mask, n),
+        temperature=critic.temperature, token_budget=token_budget)
+    return stats | {"reward": (reward.sum(), n)}
+
+
+# ---------------------------------------------------------------------------- stage 1: traces
+
+
+def load_traces(path: str, *, model_size: str = "", success_rate: float | None = None,
+                ) -> list[tuple[State, str]]:
+    """JSONL with `problem`, `partial`, `trace`, and, where ICC is used, `model_size` and
+    `success_rate`; the arguments stand in for these two where a line lacks them.
+
+    ValueError with the number of the line that lacks a key or has a trace without a score.
+    """
+    traces = []
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                if line.strip():
+                    traces.append(_read_trace(line, model_size, success_rate))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not traces:
+        raise ValueError(f"{path}: expected one JSON object per line, found no line with one")
+    return traces
+
+
+def _read_trace(line: str, model_size: str, success_rate: float | None) -> tuple[State, str]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"expected a JSON object, found broken JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {line:.40}")
+    for key in ("problem", "partial", "trace"):
+        if not isinstance(row.get(key), str):
+            raise ValueError(f"expected a text under the key {key}, found the keys "
+                             f"{', '.join(row) or 'none'}" if key not in row else
+                             f"{key}: expected a text, found {row[key]!r:.40}")
+    if parse_score(row["trace"]) is None:
+        raise ValueError("trace: expected an integer 0 … 10 in its last <answer> tag, found "
+                         f"{row['trace'][-40:]!r}")
+    rate = row.get("success_rate", success_rate)
+    if rate is not None and not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
+        raise ValueError(f"success_rate: expected a number in [0, 1], found {rate!r:.40}")
+    state = State(row["problem"], row["partial"], str(row.get("model_size", model_size)), rate)
+    return state, row["trace"]
+
+
+def balanced(outcome: list[int], position: list[int], n: int, rng: random.Random) -> list[int]:
+    """n distinct indices with equal counts per outcome × position, in random order.
+
+    A cell that has fewer gives all it has and the others make up for it. ValueError if n is not in
+    1 … len(outcome).
+    """
+    if not 1 <= n <= len(outcome):
+        raise ValueError(f"n: expected 1 … {len(outcome)} (states there are), found {n}")
+    cells = {}
+    for i, cell in enumerate(zip(outcome, position, strict=True)):
+        cells.setdefault(cell, []).append(i)
+    for cell in cells.values():
+        rng.shuffle(cell)
+    chosen = []
+    while len(chosen) < n:  # one from each cell in turn
+        turn = [cell.pop() for cell in cells.values() if cell]
+        rng.shuffle(turn)
+        chosen += turn[: n - len(chosen)]
+    rng.shuffle(chosen)
+    return chosen
+
+
+def quarters(starts: Tensor, mask: Tensor) -> list[int]:
+    """The quarter 0 … 3 of its own response in which each of the N starts lies."""
+    # assumption: positions are balanced by quarters
+    before = mask.long().cumsum(1) - mask.long()
+    share = 4 * before // mask.long().sum(1, keepdim=True).clamp_min(1)
+    return share[starts.bool()].tolist()
+
+
+def write_prompts(path: str, critic: GenCritic, states: list[State], outcome: list[int],
+                  position: list[int]) -> None:
+    """One JSON line per state: an oracle reads `prompt` and adds its reply as `trace`."""
+    with open(path + ".writing", "w", encoding="utf-8") as file:
+        for state, r, quarter in zip(states, outcome, position, strict=True):
+            question, prefix, size, rate = state
+            prompt = critic_prompt(question, prefix, model_size=size, success_rate=rate,
+                                   icc=critic.icc, template=critic.template)
+            row = dict(problem=question, partial=prefix, model_size=size, success_rate=rate,
+                       outcome=r, position=quarter, prompt=prompt)
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    os.replace(path + ".writing", path)
+
+
+def sft(critic: GenCritic, traces: list[tuple[State, str]], *, epochs: int = 2,
+        batch_size: int = 128, lr: float = 1e-5, max_norm: float = 1.0, steps: int = 0,
+        token_budget: int = 32_768, seed: int = 0, progress: bool = True) -> list[dict]:
+    """Stage 1, in place: epochs over the traces (or `steps` steps), one dict of means per step.
+
+    AdamW, 3 % linear warm-up, then linearly down to 0.
+    """
+    if not traces:
+        raise ValueError("traces: expected at least one (state, trace), found none")
+    rng, order, log = random.Random(seed), [], []
+    total = steps or epochs * math.ceil(len(traces) / batch_size)
+    # assumption: optimizer and schedule of stage 1
+    optimizer = torch.optim.AdamW(critic.model.parameters(), lr, weight_decay=0.01)
+    critic.model.train()
+    bar = tqdm(range(total), "critic, SFT", disable=not progress, dynamic_ncols=True)
+    for step in bar:
+        if not order:
+            order = rng.sample(range(len(traces)), len(traces))
+        rows, order = order[:batch_size], order[batch_size:]
+        tokens, attention, mask, cut = join(critic, [traces[i] for i in rows])
+        n = mask.sum()
+        warm_up = max(1, round(0.03 * total))
+        optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warm_up, 1 - step / total)
+        stats = backward(critic, tokens, attention, mask,
+                         lambda logp, m, _: sft_loss(logp, m, n), token_budget=token_budget)
+        log.append(_means(stats | {"prompt_truncated": (cut, len(rows))})
+                   | _step(critic.model, optimizer, max_norm, log))
+        bar.set_postfix(loss=f"{log[-1]['loss']:.4f}")
+    critic.model.eval()
+    return log
+
+
+def join(critic: GenCritic, traces: list[tuple[State, str]],
+         ) -> tuple[Tensor, Tensor, Tensor, int]:
+    """tokens [N, P+L], attention, mask [N, L] of prompts ‖ traces, and how many prompts were cut.
+
+    A trace gets an end-of-sequence token; one longer than max_new_tokens loses its start, so that
+    its score stays.
+    """
+    encoded = [encode_state(critic, state) for state, _ in traces]
+    end, room = critic.tokenizer.eos_token_id, critic.max_new_tokens
+    replies = [(critic.tokenizer(text, add_special_tokens=False).input_ids + [end])[-room:]
+               for _, text in traces]
+    P, L = max(len(ids) for ids, _ in encoded), max(map(len, replies))
+    device, pad = next(critic.model.parameters()).device, critic.tokenizer.pad_token_id
+    rows = [[pad] * (P - len(ids)) + ids + reply + [pad] * (L - len(reply))
+            for (ids, _), reply in zip(encoded, replies)]
+    real = [[0] * (P - len(ids)) + [1] * (len(ids) + len(reply)) + [0] * (L - len(reply))
+            for (ids, _), reply in zip(encoded, replies)]
+    tokens, attention = torch.tensor(rows, device=device), torch.tensor(real, device=device).bool()
+    return tokens, attention, attention[:, P:], sum(cut for _, cut in encoded)
+
+
+def _step(model: nn.Module, optimizer, max_norm: float, log: list[dict]) -> dict:
+    """An optimizer step; one whose gradient is not finite is skipped, five in a row are an end."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
+    skipped = not math.isfinite(norm)
+    if not skipped:
+        optimizer.step()
+    optimizer.zero_grad()
+    if skipped and len(log) >= 4 and all(m["skipped_nonfinite"] for m in log[-4:]):
+        raise FloatingPointError("the critic's gradient was not finite five times in a row")
+    return {"grad_norm": norm, "skipped_nonfinite": skipped}
+
+
+def _means(stats: Stats) -> dict[str, float]:
+    return {name: float(x) / float(n) if n else math.nan for name, (x, n) in stats.items()}
+
+
+# ------------------------------------------------------------------- stage 2: RL, actor frozen
+
+
+def rl_pretrain(critic: GenCritic, rollouts: Callable, sampler: Callable, *, steps: int,
+                lr: float = 1e-6, baseline: str = "none", max_norm: float = 1.0,
+                token_budget: int = 32_768, generator: torch.Generator | None = None,
+                progress: bool = True) -> list[dict]:
+    """Stage 2, in place: REINFORCE on R_v, one step per batch of fresh replies; means per step.
+
+    rollouts() -> questions (B texts), response tokens, mask, starts [B, T] and r [B] ∈ {0, 1} of
+    the actor, which nobody updates. Errors as ask_states.
+    """
+    # assumption: AdamW; no source names the optimizer
+    optimizer = torch.optim.AdamW(critic.model.parameters(), lr, weight_decay=0.0)
+    log = []
+    bar = tqdm(range(steps), "critic, RL", disable=not progress, dynamic_ncols=True)
+    for _ in bar:
+        questions, tokens, mask, starts, r = rollouts()
+        if critic.success.value is None:
+            critic.success.update(r)
+        _, replies, stats = ask(critic, questions, tokens, mask, starts, sampler, generator)
+        rows = starts.nonzero()[:, 0]
+        stats |= reinforce_backward(critic, replies, r[rows], baseline=baseline,
+                                    token_budget=token_budget)
+        critic.success.update(r)
+        log.append(_means(stats) | _step(critic.model, optimizer, max_norm, log))
+        m = log[-1]
+        bar.set_postfix(R_v=f"{m['reward']:.3f}", unparsable=f"{m['unparsable']:.1%}",
+                        score=f"{m['score']:.2f}")
+    return log
+
+
+# ------------------------------------------------------------------- oracle of the embedded task
+# A program that knows what the critic is told and nothing more. It takes each step to go wrong with
+# the same probability e, to one of the nine wrong digits alike, and later steps to go on from it
+# (rollout.demonstration is exactly that; a trained actor only roughly). Whether the last value is
+# right is then a two-state chain, and with q = 1 − 10e/9 the chance to end right, m steps left, is
+#     0.1 + 0.9 q^m  if the value is right now,        0.1 − 0.1 q^m  if it is wrong
+
+STEPS = 26  # lengths 1 … 26 are equally frequent in the task
+
+
+def chance(q: float, steps_left: int, right: bool) -> float:
+    """Probability that the chain ends right."""
+    return 0.1 + (0.9 if right else -0.1) * q**steps_left
+
+
+@functools.cache
+def persistence(success_rate: float) -> float:
+    """The q at which the chance, averaged over the task's lengths, is the success rate."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        q = (low + high) / 2
+        mean = sum(chance(q, n, True) for n in range(1, STEPS + 1)) / STEPS
+        low, high = (q, high) if mean < success_rate else (low, q)
+    return low
+
+
+def oracle_trace(question: str, prefix: str, success_rate: float) -> str:
+    """`3+7@h=`, `a0b7c5` -> `a0b7c4=5B<answer>1</answer>`: the reasoning, step by easy step.
+
+    The chain up to the last value that the prefix states, that value beside it, verdict (Good or
+    Bad), score.
+    """
+    chain, stated, right, _ = check_steps(question, prefix)
+    p = oracle_chance(question, prefix, success_rate)
+    return f"{chain}={stated}{'G' if right else 'B'}<answer>{round(10 * p)}</answer>"
+
+
+def oracle_chance(question: str, prefix: str, success_rate: float) -> float:
+    """The success probability behind the oracle's score."""
+    _, _, right, left = check_steps(question, prefix)
+    return chance(persistence(round(success_rate, 2)), left, right) if left >= 0 else 0.0
+
+
+def check_steps(question: str, prefix: str) -> tuple[str, str, bool, int]:
+    """The right chain up to the prefix's last value, that value, is it right?, steps left."""
+    start, addend, steps = int(question[0]), int(question[2]), _letter(question[4])
+    values = re.findall(r"([a-z])([^a-z])", prefix)  # a policy may write what is no digit
+    last, stated = values[-1] if values else ("", "")
+    done = _letter(last) if last else 0
+    digits = [(start + addend * k) % 10 for k in range(1, done + 1)]
+    chain = "".join(f"{chr(96 + k)}{digit}" for k, digit in enumerate(digits, start=1))
+    return chain, stated, not values or stated == str(digits[-1]), steps - done
+
+
+def _letter(letter: str) -> int:
+    return ord(letter) - 96  # a -> 1
+
+
+def oracle_sampler(model, prompts: list[list[int]], *, tokenizer, max_new_tokens: int,
+                   temperature: float, eos_id: list[int], pad_id: int, generator=None):
+    """The oracle in the place of a critic: reads COMPACT prompts, answers as rollout.generate."""
+    replies = []
+    for ids in prompts:
+        prefix, icc, question = tokenizer.decode(ids).rsplit("|", 2)
+        text = oracle_trace(question, prefix, float(icc.split(",")[1]))
+        replies.append(tokenizer(text).input_ids + [tokenizer.eos_token_id])
+    P, L = max(map(len, prompts)), max(map(len, replies))
+    width = [(P - len(p), len(p), len(z), L - len(z)) for p, z in zip(prompts, replies)]
+    tokens = torch.tensor([[pad_id] * a + p + z + [pad_id] * d
+                           for (a, _, _, d), p, z in zip(width, prompts, replies)])
+    attention = torch.tensor([[0] * a + [1] * (b + c) + [0] * d for a, b, c, d in width]).bool()
+    return tokens, attention, attention[:, P:], torch.zeros(len(prompts), L)
+
+
+# --------------------------------------------------------------------------------- command line
+
+RESPONSE, REPLY = 64, 96  # longest response and reply of the embedded task, in tokens
+
+
+def demo() -> None:
+    """One response with an error in it, as the critic sees it at each segment."""
+    import rollout
+    from gae import gae
+
+    tokenizer = rollout.task_tokenizer()
+    success = RunningSuccess()
+    for rate in (0.30, 0.42, 0.47):
+        success.update(rate)
+    critic = GenCritic(nn.Linear(1, 1), tokenizer, [tokenizer.eos_token_id], success, "0.2M",
+                       COMPACT, context=256, max_new_tokens=REPLY)
+    question, text, answer = "3+7@j=", "a0b7c4d2e9f6g3h0i7j4", "j3"
+    tokens = torch.tensor([tokenizer(text + "$").input_ids])
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    starts = segment_starts(mask, width=math.ceil(RESPONSE / 16))
+    sampler = functools.partial(oracle_sampler, tokenizer=tokenizer)
+    value, replies, stats = ask(critic, [question], tokens, mask, starts, sampler)
+    R = torch.tensor([rollout.chain_reward(text, answer)])
+    A = gae(value, R, mask, 1.0)
+    A_half = spread(gae(value, R, starts, 0.5), starts, mask)
+    r = (R.item() + 1) / 2
+    print(f"{question} asks for {answer}; the response {text} says {text[-2:]}: r = {r:.0f}, "
+          f"R = {R.item():+.0f}.\nThe actor: 0.2M parameters, running success rate "
+          f"{success.value:.2f}.\n\nWhat a real model is asked at the fourth segment:\n")
+    prompt = critic_prompt(question, text[:12], model_size="0.2M", success_rate=success.value)
+    print("  | " + prompt.replace("\n", "\n  | "))
+    print("\nWhat a critic of the embedded task is asked, and what the oracle program replies:\n")
+    print(f"{'prompt':38}{'reply':43}{'v̂':>5}{'V':>6}{'R_v':>6}  {'segment':9}"
+          f"{'Â λ=1':>6}{'Â λ=½':>7}")
+    where = starts[0].nonzero()[:, 0].tolist()
+    stops = [*where[1:], len(text) + 1]
+    for t, stop, reply, v in zip(where, stops, replies.texts, replies.v_hat):
+        prompt, _ = encode_state(critic, State(question, text[:t], "0.2M", success.value))
+        print(f"{tokenizer.decode(prompt):38}{reply:42}{v:5.1f}{value[0, t]:+6.1f}"
+              f"{value_reward(r, v):6.2f}  {(text + '$')[t:stop]:8}{A[0, t]:+7.2f}"
+              f"{A_half[0, t]:+7.2f}")
+    print("\nThe step d2 should be d1. With λ = 1 a segment gets R − V(its start): once the error\n"
+          "is seen nothing is expected, so nothing is blamed. With λ = ½ between the segments\n"
+          "more of the blame falls where V drops. Inside a segment λ is 1: equal advantages.\n")
+    for bad in ("<answer>11</answer>", "<answer>seven</answer>", "7"):
+        v = parse_score(bad)
+        print(f"{bad!r:26} -> v̂ = {v}, R_v = {value_reward(r, v):.0f}")
+
+
+def task_states(n: int, seed: int, model_size: str, *, longest: int = STEPS,
+                held_out: bool = False) -> list[State]:
+    """n states of noisy actors of many strengths, balanced over outcome and position, on problems
+    of at most `longest` steps."""
+    import rollout
+
+    rng, states, outcome, position = random.Random(seed), [], [], []
+    problems, width = rollout.task_problems(held_out=held_out), math.ceil(RESPONSE / 16)
+    problems = [p for p in problems if _letter(p.prompt[4]) <= longest]
+    while len(states) < 2 * n:
+        e = rng.uniform(0.0, 0.35)  # wrong steps of this actor; it is known by its success rate
+        q = 1 - 10 * e / 9
+        rate = sum(chance(q, m, True) for m in range(1, STEPS + 1)) / STEPS
+        problem = rng.choice(problems)
+        text = rollout.demonstration(problem.prompt, e, rng)
+        r = int(rollout.chain_reward(text[:-1], problem.answer) > 0)
+        for t in range(0, len(text), width):
+            states.append(State(problem.prompt, text[:t], model_size, rate))
+            outcome.append(r)
+            position.append(4 * t // len(text))
+    return [states[i] for i in balanced(outcome, position, n, rng)]
+
+
+def true_success(actor: nn.Module, tokenizer, states: list[State], k: int, sampler: Callable,
+                 verifier: Callable, answers: list[str], limit: int, generator) -> Tensor:
+    """Share of k continuations of each state that end right, [N]: the truth, by Monte Carlo."""
+    prompts = [tokenizer(s.question + s.prefix).input_ids for s in states for _ in range(k)]
+    tokens, _, mask, _ = sampler(
+        actor, prompts, max_new_tokens=limit, eos_id=[tokenizer.eos_token_id],
+        pad_id=tokenizer.pad_token_id, generator=generator)
+    replies = tokens[:, -mask.shape[1] :]
+    right = []
+    for i, (row, m) in enumerate(zip(replies, mask)):
+        text = states[i // k].prefix + tokenizer.decode(row[m], skip_special_tokens=True)
+        ended = row[m][-1] == tokenizer.eos_token_id
+        right.append(bool(ended) and verifier(text, answers[i // k]) > 0)
+    return torch.tensor(right).float().view(-1, k).mean(1)
+
+
+def squared_error(v_hat: list[float | None], p: Tensor, k: int, fallback: float) -> float:
+    """Mean (v̂ − p)², p from k continuations each: the p(1 − p)/k that they add is taken off."""
+    v = torch.tensor([fallback if x is None else x for x in v_hat])
+    return ((v - p).square() - p * (1 - p) / (k - 1)).mean().item()
+
+
+def train_task(args) -> None:
+    """Stages 1 and 2 on the embedded task, the critic started from its actor, against the truth."""
+    import rollout
+    from train import build_base
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = build_base()
+    load = lambda: AutoModelForCausalLM.from_pretrained(folder).eval().to(args.device)
+    actor, tokenizer = load().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+    critic = GenCritic(load(), tokenizer, [tokenizer.eos_token_id], RunningSuccess(), "0.2M",
+                       COMPACT, not args.no_icc, 256, REPLY)
+    rng, sampler = torch.Generator(args.device).manual_seed(args.seed), rollout.generate
+
+    def respond(problems):
+        batch = rollout.collect(
+            actor, tokenizer, [rollout.encode_prompt(tokenizer, p) for p in problems],
+            [p.answer for p in problems], torch.arange(len(problems)), rollout.chain_reward,
+            eos_id=critic.eos_id, max_new_tokens=RESPONSE, generator=rng)
+        starts = segment_starts(batch.mask, width=math.ceil(RESPONSE / 16))
+        tokens = batch.tokens[:, -batch.mask.shape[1] :]
+        return [p.prompt for p in problems], tokens, batch.mask, starts, (batch.reward > 0).float()
+
+    held_out = rollout.task_problems(held_out=True)
+    questions, tokens, _, starts, r = respond(held_out)
+    critic.success.update(r)
+    states = states_at(critic, questions, tokens, starts)
+    answers = [held_out[b].answer for b in starts.nonzero()[:, 0].tolist()]
+    chosen = random.Random(args.seed).sample(range(len(states)), min(args.truth, len(states)))
+    states, answers = [states[i] for i in chosen], [answers[i] for i in chosen]
+    p = true_success(actor, tokenizer, states, args.k, sampler, rollout.chain_reward, answers,
+                     RESPONSE, rng)
+    rate = critic.success.value
+    oracle = [parse_score(oracle_trace(s.question, s.prefix, rate)) for s in states]
+    print(f"the actor is right on {rate:.2f} of the held-out problems; {len(states)} states of its "
+          f"responses, {args.k} continuations each: mean p {p.mean():.3f}\n")
+    noisy = task_states(len(states), args.seed + 1, critic.model_size, held_out=True)
+    true = torch.tensor([oracle_chance(s.question, s.prefix, s.success_rate) for s in noisy])
+    print(f"{'mean (v̂ − p)², unseen problems':42}{'noisy steps':>13}{'the actor':>11}"
+          f"{'unparsable':>12}{'seconds':>9}")
+
+    def line(name: str, v_noisy: list, v_actor: list, seconds: float = 0.0) -> None:
+        e = ((torch.tensor([rate if x is None else x for x in v_noisy]) - true) ** 2).mean()
+        silent = [x is None for x in v_noisy + v_actor]
+        print(f"{name:42}{e:13.4f}{squared_error(v_actor, p, args.k, rate):11.4f}"
+              f"{sum(silent) / len(silent):12.1%}{seconds:9.0f}", flush=True)
+
+    line("always the mean of p", [true.mean().item()] * len(p), [p.mean().item()] * len(p))
+    line("the oracle program", [round(10 * x) / 10 for x in true.tolist()], oracle)
+
+    def report(name: str, since: float) -> None:
+        seconds, critic.silent = time.perf_counter() - since, -1  # no reason to stop here
+        replies, _ = ask_states(critic, noisy + states, sampler, rng)
+        line(name, replies.v_hat[: len(noisy)], replies.v_hat[len(noisy) :], seconds)
+
+    report("critic, untrained (the actor's weights)", time.perf_counter())
+    start = time.perf_counter()
+    for longest in (8, STEPS):  # short chains first: more verdicts and scores per token
+        chosen = task_states(args.sft_steps // 2 * args.sft_batch, args.seed, critic.model_size,
+                             longest=longest)
+        traces = [(s, oracle_trace(s.question, s.prefix, s.success_rate)) for s in chosen]
+        sft(critic, traces, epochs=1, batch_size=args.sft_batch, lr=args.sft_lr, token_budget=4096,
+            seed=args.seed)
+    report(f"critic after SFT, {args.sft_steps} steps of {args.sft_batch}", start)
+    save(critic, args.out and os.path.join(args.out, "sft"))
+    start, problems, pick = time.perf_counter(), rollout.task_problems(), random.Random(args.seed)
+    log = rl_pretrain(critic, lambda: respond(pick.choices(problems, k=args.batch)), sampler,
+                      steps=args.steps, lr=args.lr, baseline=args.baseline, token_budget=4096,
+                      generator=rng)
+    report(f"critic after RL, {args.steps} steps, {args.baseline}", start)
+    save(critic, args.out and os.path.join(args.out, "rl"))
+    if log:
+        mean = lambda part, name: sum(m[name] for m in part) / len(part)
+        first, last = mean(log[:5], "reward"), mean(log[-5:], "reward")
+        print(f"\nRL: R_v {first:.3f} → {last:.3f} (first and last 5 steps), unparsable "
+              f"{mean(log, 'unparsable'):.2%}")
+    replies, _ = ask_states(critic, states[:4], sampler, rng)
+    for state, reply, truth in zip(states, replies.texts, p):
+        print(f"{state.prefix or '·'} | {state.question} -> {reply}   true p {truth:.2f}")
+
+
+def real_critic(args, folder: str) -> GenCritic:
+    """A critic for real models from a Hugging Face folder, asked in English."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+    model.eval().to(args.device)
+    named = model.generation_config.eos_token_id
+    eos = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
+    return GenCritic(model, tokenizer, sorted(eos), RunningSuccess(), args.model_size, ENGLISH,
+                     not args.no_icc, args.context, args.max_reply)
+
+
+def real_rollouts(args, policy: GenCritic, rng: torch.Generator) -> Callable:
+    """rollouts() -> questions, response tokens, mask, starts, r of the frozen actor's responses."""
+    import rollout
+
+    problems, pick = rollout.load_problems(args.data), random.Random(args.seed)
+    ends = delimiter_ids(policy.tokenizer, args.delimiter.encode().decode("unicode_escape"))
+
+    def rollouts():
+        chosen = pick.choices(problems, k=args.batch)
+        batch = rollout.collect(
+            policy.model, policy.tokenizer,
+            [rollout.encode_prompt(policy.tokenizer, p, instruction=args.instruction)
+             for p in chosen],
+            [p.answer for p in chosen], torch.arange(len(chosen)),
+            rollout.VERIFIERS[args.verifier], eos_id=policy.eos_id,
+            max_new_tokens=args.max_response, generator=rng)
+        tokens = batch.tokens[:, -batch.mask.shape[1] :]
+        starts = segment_starts(batch.mask, ends_by_delimiter(tokens, ends),
+                                width=math.ceil(args.max_response / 16))
+        texts = [p.prompt if isinstance(p.prompt, str) else p.prompt[-1]["content"]
+                 for p in chosen]
+        return texts, tokens, batch.mask, starts, (batch.reward > 0).float()
+
+    return rollouts
+
+
+def write_prompts_command(args) -> None:
+    """States of the actor's responses, balanced over outcome and position, as JSONL of prompts."""
+    critic, rng = real_critic(args, args.actor), torch.Generator(args.device).manual_seed(args.seed)
+    rollouts = real_rollouts(args, critic, rng)
+    states, outcome, position = [], [], []
+    while len(states) < 2 * args.n:  # twice as many as asked for, so that there is a choice
+        questions, tokens, mask, starts, r = rollouts()
+        critic.success.update(r)
+        states += states_at(critic, questions, tokens, starts)
+        outcome += r[starts.nonzero()[:, 0]].int().tolist()
+        position += quarters(starts, mask)
+    chosen = balanced(outcome, position, args.n, random.Random(args.seed))
+    write_prompts(args.write_prompts, critic, *([x[i] for i in chosen]
+                                                for x in (states, outcome, position)))
+    print(f"{args.n} prompts in {args.write_prompts} (share right "
+          f"{sum(outcome[i] for i in chosen) / args.n:.2f}); put each one's reply under `trace`")
+
+
+def sft_command(args) -> None:
+    critic = real_critic(args, args.critic)
+    traces = load_traces(args.sft, model_size=args.model_size, success_rate=args.success_rate)
+    log = sft(critic, traces, batch_size=args.batch, lr=args.lr, steps=args.steps, seed=args.seed)
+    cut = sum(m["prompt_truncated"] for m in log) / len(log)
+    save(critic, args.out)
+    print(f"loss {log[0]['loss']:.3f} → {log[-1]['loss']:.3f} in {len(log)} steps, {cut:.1%} of "
+          f"the prompts cut; critic in {args.out}")
+
+
+def rl_command(args) -> None:
+    import rollout
+
+    critic, actor = real_critic(args, args.critic), real_critic(args, args.actor)
+    rng = torch.Generator(args.device).manual_seed(args.seed)
+    log = rl_pretrain(critic, real_rollouts(args, actor, rng), rollout.generate,
+                      steps=args.steps or 100, lr=args.lr, baseline=args.baseline, generator=rng)
+    save(critic, args.out)
+    print(f"R_v {log[0]['reward']:.3f} → {log[-1]['reward']:.3f} in {len(log)} steps, unparsable "
+          f"{log[0]['unparsable']:.1%} → {log[-1]['unparsable']:.1%}; critic in {args.out}")
+
+
+def save(critic: GenCritic, folder: str) -> None:
+    """Model and tokenizer as a Hugging Face folder; nothing for an empty name."""
+    if folder:
+        critic.model.save_pretrained(folder)
+        critic.tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="generative critic: demo, or one of its stages")
+    add = parser.add_argument
+    add("--train", action="store_true", help="stages 1 and 2 on the embedded task")
+    add("--write-prompts", metavar="FILE", help="JSONL of prompts for an oracle of your own")
+    add("--sft", metavar="FILE", help="stage 1 on a JSONL of traces")
+    add("--rl", action="store_true", help="stage 2")
+    add("--critic", metavar="DIR", help="model to start the critic from")
+    add("--actor", metavar="DIR", help="model whose responses are judged")
+    add("--data", metavar="FILE", help="JSONL of problems")
+    add("--out", metavar="DIR", default="", help="where the critic goes")
+    add("--steps", type=int, default=None, help="steps [--train: 20, --sft: 2 epochs, --rl: 100]")
+    add("--batch", type=int, default=64, help="traces, or responses, per step")
+    add("--lr", type=float, default=None, help="[--train: 1e-4 of RL, else 1e-6]")
+    add("--baseline", default="none", choices=("none", "mean", "leave-one-out"))
+    add("--no-icc", action="store_true", help="leave the actor's size and success rate out")
+    add("--model-size", default="unknown", help="the actor's, as text")
+    add("--success-rate", type=float, help="the actor's, where traces do not say")
+    add("--context", type=int, default=4096, help="of the critic, prompt and reply together")
+    add("--max-reply", type=int, default=1024, help="longest reply in tokens")
+    add("--max-response", type=int, default=3072, help="longest response of the actor in tokens")
+    add("--delimiter", default=r"\n", help="a segment may end after a token with it")
+    add("--instruction", default=r"Please reason step by step, and put your final answer within "
+        r"\boxed{}.", help="added to each problem")
+    add("--verifier", default="boxed", help="of responses: boxed, number, math_verify or chain")
+    add("--n", type=int, default=512, help="prompts to write")
+    add("--sft-steps", type=int, default=700, help="of --train")
+    add("--sft-batch", type=int, default=128, help="of --train")
+    add("--sft-lr", type=float, default=3e-3, help="of --train")
+    add("--truth", type=int, default=400, help="states whose true value --train measures")
+    add("--k", type=int, default=64, help="continuations per such state")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args()
+    needs = {"write_prompts": "actor data", "sft": "critic out", "rl": "critic actor data out"}
+    for flag, names in needs.items():
+        missing = [x for x in names.split() if getattr(args, flag) and not getattr(args, x)]
+        if missing:
+            parser.error(f"--{flag.replace('_', '-')} needs --{missing[0]}")
+    torch.manual_seed(args.seed)
+    if args.train:
+        args.steps = 20 if args.steps is None else args.steps
+    args.lr = args.lr or (1e-4 if args.train else 1e-6)
+    command = (train_task if args.train else write_prompts_command if args.write_prompts else
+               sft_command if args.sft else rl_command if args.rl else lambda _: demo())
+    try:
+        command(args)
+    except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
