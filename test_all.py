@@ -3508,7 +3508,7 @@ def test_train_run_folders_are_not_overwritten(go, capsys):
 def test_train_flags_win_over_the_preset_and_the_preset_over_the_defaults():
     """tiny only without --model and --data; the paper's values are the defaults."""
     cfg, _ = train.parse("--lr 3".split())
-    assert cfg.lr == 3 and cfg.verifier == "chain" and cfg.critic_lr == 5e-4
+    assert cfg.lr == 3 and cfg.verifier == "chain" and cfg.critic_lr == 2.5e-4
     paper, _ = train.parse("--data x.jsonl".split())
     assert paper.verifier == "boxed" and (paper.lr, paper.critic_lr) == (1e-6, 5e-6)
     assert (paper.clip_norm, paper.critic_clip_norm, paper.alpha) == (1.0, 10.0, 1.5)

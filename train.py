@@ -170,8 +170,8 @@ class Config:
 PRESETS = {
     # two CPU cores, minutes: a 4-layer model takes a larger step size, everything else is smaller
     "tiny": dict(
-        steps=60, rollout_batch=256, max_prompt=16, max_response=64, max_rows=256,
-        verifier="chain", instruction="", lr=1e-4, critic_lr=5e-4, pool_size=5120,
+        steps=80, rollout_batch=256, max_prompt=16, max_response=64, max_rows=256,
+        verifier="chain", instruction="", lr=5e-5, critic_lr=2.5e-4, pool_size=5120,
         pretrain_size=10240, pretrain_lr=1e-3, pretrain_lr_final=1e-4, pretrain_batch=32,
         daps_uniform=10, daps_ramp=20, eval_problems=400, eval_k=4,
     ),
