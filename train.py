@@ -824,11 +824,12 @@ def initial_values(run: Run, ids: Tensor) -> Tensor:
     per_pass = max(1, run.cfg.token_budget // max(map(len, lists))) * run.size
     values = torch.zeros(len(lists), device=run.device)
     for start in range(0, len(lists), per_pass):
-        rows = range(start, min(start + per_pass, len(lists)))[run.rank :: run.size] or [start]
-        tokens, attention = rollout.left_pad(
-            [lists[i] for i in rows], run.tokenizer.pad_token_id, run.device)
+        rows = list(range(start, min(start + per_pass, len(lists)))[run.rank :: run.size])
+        tokens, attention = rollout.left_pad(  # a rank without rows runs along with another's
+            [lists[i] for i in rows or [start]], run.tokenizer.pad_token_id, run.device)
         with autocast(run):
-            values[list(rows)] = run.critic(tokens, attention)[:, -1]
+            value = run.critic(tokens, attention)[:, -1]
+        values[rows] = value[: len(rows)].float()
     if run.size > 1:
         dist.all_reduce(values)
     return values.cpu()
