@@ -399,9 +399,13 @@ def generate_batch(
         "num_blocks": max_rows * (width // pages + 1), "max_batch_tokens": max(width, 1024)}
     seed = generator and int(torch.randint(2**31, (), generator=generator, device=generator.device))
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    done = model.generate_batch(
-        prompts, generation_config=sampling, continuous_batching_config=ContinuousBatchingConfig(
-            return_logprobs=True, max_requests_per_batch=max_rows, seed=seed, **room))
+    try:
+        done = model.generate_batch(
+            prompts, generation_config=sampling, continuous_batching_config=ContinuousBatchingConfig(
+                return_logprobs=True, max_requests_per_batch=max_rows, seed=seed, **room))
+    except MemoryError as error:  # older versions see no memory on a CPU without psutil
+        raise RuntimeError(f"generate_batch: {error}; on a CPU a newer transformers, or the package "
+                           "psutil, may help") from None
     replies = sorted(done.values(), key=lambda reply: int(reply.request_id.rpartition("_")[2]))
     failed = [reply.error for reply in replies if reply.error or not reply.generated_tokens]
     if failed or len(replies) < len(prompts):

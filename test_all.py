@@ -1547,10 +1547,21 @@ def test_rollout_draws_from_the_softmax():
     assert ((share - p).abs() < 4.5 * (p * (1 - p) / 4000).sqrt()).all()
 
 
+def _paged_sampler_runs(model):
+    """Skips a test where transformers' continuous batching cannot: 5.17 on a CPU without psutil."""
+    try:
+        rollout.generate_batch(model, [[2]], max_new_tokens=1, eos_id=1, pad_id=1)
+    except RuntimeError as error:
+        if "psutil" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
 def test_rollout_both_samplers_draw_from_the_same_policy():
     """generate_batch against generate: the trainer's log-probs to 1e-4 on every sampled token, in
     the prompts' order, and first tokens in the same proportions."""
     model, prompts, shares = _llama(), PROMPTS[:4] * 150, []
+    _paged_sampler_runs(model)
     for sampler in (generate, rollout.generate_batch):
         tokens, attention, mask, logp = sampler(
             model, prompts, max_new_tokens=5, temperature=1.3, eos_id=[1, 4], pad_id=1,
@@ -3245,6 +3256,8 @@ def test_train_one_run_of_every_stage(go):
     "--critic-clip-split"])
 def test_train_methods_and_options_run(go, flags):
     """Every row of METHODS, every loss, groups and low precision: finite metrics, weights move."""
+    if "generate_batch" in flags:
+        _paged_sampler_runs(_llama())
     assert go(f"--steps 1 --out r {flags}") == 0
     row = _metrics("r")[1]
     assert all(x is not None for k, x in row.items() if k != "critic/explained_variance"), row
