@@ -399,13 +399,14 @@ def generate_batch(
         "num_blocks": max_rows * (width // pages + 1), "max_batch_tokens": max(width, 1024)}
     seed = generator and int(torch.randint(2**31, (), generator=generator, device=generator.device))
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    paging = ContinuousBatchingConfig(
+        return_logprobs=True, max_requests_per_batch=max_rows, seed=seed, **room)
     try:
         done = model.generate_batch(
-            prompts, generation_config=sampling, continuous_batching_config=ContinuousBatchingConfig(
-                return_logprobs=True, max_requests_per_batch=max_rows, seed=seed, **room))
+            prompts, generation_config=sampling, continuous_batching_config=paging)
     except MemoryError as error:  # older versions see no memory on a CPU without psutil
-        raise RuntimeError(f"generate_batch: {error}; on a CPU a newer transformers, or the package "
-                           "psutil, may help") from None
+        raise RuntimeError(f"generate_batch: {error}; on a CPU a newer transformers, or the "
+                           "package psutil, may help") from None
     replies = sorted(done.values(), key=lambda reply: int(reply.request_id.rpartition("_")[2]))
     failed = [reply.error for reply in replies if reply.error or not reply.generated_tokens]
     if failed or len(replies) < len(prompts):
@@ -420,8 +421,8 @@ def pad_responses(
     prompts: list[list[int]], ids: list[list[int]], logp: list[list[float]], pad_id: int,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Another engine's replies as the four tensors of `generate`: ids and log-probs of each response,
-    its end-of-sequence token included."""
+    """Another engine's replies as the four tensors of `generate`: ids and log-probs of each
+    response, its end-of-sequence token included."""
     length = torch.tensor([len(x) for x in ids])
     mask = torch.arange(int(length.max())) < length[:, None]
     out, logp_roll = torch.full(mask.shape, pad_id), torch.zeros(mask.shape)
