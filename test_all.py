@@ -3516,6 +3516,8 @@ def test_train_run_folders_are_not_overwritten(go, capsys):
     open("r/config.json", "w").write("{")
     assert train.main(["--resume", "r"]) == 2 and "--resume: expected" in capsys.readouterr().err
     assert go("--steps 0 --out q") == 2 and not os.path.exists("q")
+    assert go("--steps 3 --out p") == 0 and train.main("--resume p --steps 2".split()) == 2
+    assert "--steps: expected 3 or more" in capsys.readouterr().err
 
 
 def test_train_flags_win_over_the_preset_and_the_preset_over_the_defaults():
@@ -3525,7 +3527,9 @@ def test_train_flags_win_over_the_preset_and_the_preset_over_the_defaults():
     paper, _ = train.parse("--data x.jsonl".split())
     assert paper.verifier == "boxed" and (paper.lr, paper.critic_lr) == (1e-6, 5e-6)
     assert (paper.clip_norm, paper.critic_clip_norm, paper.alpha) == (1.0, 10.0, 1.5)
-    assert (paper.eps_low, paper.eps_high) == (0.2, 0.28)
+    assert train.clip_range(paper) == {}  # the loss's own: 0.2 and 0.28 for CISPO
+    asked = train.parse("--data x --model y --eps-high 0.5".split())[0]
+    assert train.clip_range(asked) == {"eps_high": 0.5}
     assert (paper.mini_batches, paper.critic_epochs) == (8, 2)
     assert train.parse("--preset r1-distill-1.5b --steps 7".split())[0].steps == 7
 
@@ -3552,13 +3556,17 @@ def test_train_refuses_an_output_that_is_not_hidden_times_weight(base):
         train.check_model(cfg, model, [[1, 2, 3]])
 
 
-def test_train_needs_held_out_problems_for_a_target(base):
-    """--target with nothing to measure it on is refused, not passed."""
-    open_file = Path(base).parent / "one.jsonl"
-    open_file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    cfg = train.parse(["--data", str(open_file), "--target", "0.5"])[0]
-    with pytest.raises(ValueError, match="--target: expected held-out problems"):
-        train.load_data(cfg)
+def test_train_always_holds_out_a_problem(tmp_path):
+    """Three problems: one is held out, so that a target is measured; one alone is refused."""
+    file = tmp_path / "few.jsonl"
+    cfg = train.parse(["--data", str(file), "--model", "x", "--target", "0.5"])[0]
+    for n, message in ((3, None), (1, "--data: expected 2 or more problems")):
+        file.write_text("".join(f'{{"prompt": "1+{i}=", "answer": "2"}}\n' for i in range(n)))
+        if message is None:
+            assert [len(part) for part in train.load_data(cfg)] == [2, 1]
+        else:
+            with pytest.raises(ValueError, match=message):
+                train.load_data(cfg)
 
 
 def test_train_target_is_the_exit_status(go, capsys):

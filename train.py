@@ -125,8 +125,8 @@ class Config:
     mini_batches: int = flag(8, "optimizer steps per epoch over a rollout batch")
     clip_norm: float = flag(1.0, "gradient norm limit")
     alpha: float = flag(1.5, "α in λ = 1 − 1/(αT)")
-    eps_low: float = flag(0.2, "ratio clipped at 1 − this")
-    eps_high: float = flag(0.28, "ratio clipped at 1 + this")
+    eps_low: float = flag(0.0, "ratio clipped at 1 − this; 0: the loss's own, 0.2 for CISPO")
+    eps_high: float = flag(0.0, "ratio clipped at 1 + this; 0: the loss's own, 0.28 for CISPO")
     token_low: float = flag(0.5, "IcePoP: least π_old/μ of a token")
     token_high: float = flag(5.0, "IcePoP: largest π_old/μ of a token")
     response_high: float = flag(5.0, "MIS: largest π_old/μ in a response")
@@ -215,10 +215,17 @@ ADVANTAGES = {
 
 LOSSES = {
     "cispo": lambda logp, b, n, cfg: cispo_loss(
-        logp, b.logp_old, b.advantage, b.keep, n, eps_low=cfg.eps_low, eps_high=cfg.eps_high),
-    "ppo-clip": lambda logp, b, n, cfg: ppo_clip_loss(logp, b.logp_old, b.advantage, b.keep, n),
-    "dis": lambda logp, b, n, cfg: dis_loss(logp, b.logp_roll, b.advantage, b.keep, n),
+        logp, b.logp_old, b.advantage, b.keep, n, **clip_range(cfg)),
+    "ppo-clip": lambda logp, b, n, cfg: ppo_clip_loss(
+        logp, b.logp_old, b.advantage, b.keep, n, **clip_range(cfg)),
+    "dis": lambda logp, b, n, cfg: dis_loss(
+        logp, b.logp_roll, b.advantage, b.keep, n, **clip_range(cfg)),
 }
+
+
+def clip_range(cfg: Config) -> dict[str, float]:
+    """The ε that were asked for; a loss's own otherwise."""
+    return {name: x for name in ("eps_low", "eps_high") if (x := getattr(cfg, name))}
 
 
 def method_of(cfg: Config) -> Method:
@@ -542,7 +549,8 @@ def pretrained(auto: type, path: str, **how: Any) -> Any:
     try:
         return auto.from_pretrained(path, **how)
     except Exception as error:  # foreign files, foreign code
-        raise ValueError(f"--model: expected what transformers can load in {path}, found "
+        kind = "folder" if os.path.isdir(path) else "name on the hub, as no folder here is called so"
+        raise ValueError(f"--model: expected what transformers can load in {path} ({kind}), found "
                          f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
 
 
@@ -563,8 +571,8 @@ def load_data(cfg: Config) -> tuple[list[rollout.Problem], list[rollout.Problem]
     if cfg.eval_data:
         held_out = rollout.load_problems(cfg.eval_data)
         shuffled(held_out)
-    if cfg.target and not held_out:
-        raise ValueError("--target: expected held-out problems to measure it on, found none")
+    if len(train) < 2:
+        raise ValueError(f"--data: expected 2 or more problems to train on, found {len(train)}")
     return train, held_out[: cfg.eval_problems]
 
 
@@ -793,7 +801,7 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
     usable = min(len(batch.reward) // k, n) // run.size * run.size * k
     if not usable:
         raise RuntimeError(
-            f"step {run.step}: every group of {k} was all right or all wrong, in {len(sampled)} "
+            f"step {run.step + 1}: every group of {k} was all right or all wrong, in {len(sampled)} "
             f"rounds of prompts (success {success.float().mean():.2f}): nothing to learn from")
     return take(batch, torch.arange(usable, device=run.device)), metrics | {
         "rollout/success": success.float().mean().item(),
@@ -811,7 +819,7 @@ def select(run: Run, unused: Tensor, n: int, rng: torch.Generator) -> tuple[Tens
     ids = unused[: n * run.cfg.candidates]
     value = initial_values(run, ids)
     if not value.isfinite().all():
-        raise FloatingPointError(f"step {run.step}: the critic's V(s_0) is not finite")
+        raise FloatingPointError(f"step {run.step + 1}: the critic's V(s_0) is not finite")
     chosen, report = run.daps.select(ids, value, n, run.step, rng), run.daps.report
     names = ("offered", "accepted", "filled")
     return chosen, {f"daps/{name}": float(report[name]) for name in names}
@@ -1247,6 +1255,9 @@ def load(run: Run) -> None:
     run.step, run.before, run.nonfinite = saved["step"], saved["before"], saved["nonfinite"]
     if run.daps:
         run.daps.load_state_dict({key: state[f"daps.{key}"] for key in run.daps.state_dict()})
+    if run.cfg.steps < run.step:
+        raise ValueError(f"--steps: expected {run.step} or more, which the run has done, "
+                         f"found {run.cfg.steps}")
     if saved["ranks"] != run.size:
         print(f"written by {saved['ranks']} ranks, resumed on {run.size}: parameters, moments and "
               "counts are exact, the samples from here on are others")
@@ -1355,6 +1366,9 @@ def pretrain_critic(run: Run) -> None:
     if run.rank == 0:
         write_json(os.path.join(cfg.out, "pretrain.json"), stats)
         run.critic.save_pretrained(os.path.join(cfg.out, "critic-pretrained"), state)
+    if not stats["ev_after"] > 0.02:
+        print("warning: the critic explains next to nothing of the returns on held-out prompts; a "
+              "larger pool (--pool-size), more epochs or another --pretrain-lr may help")
     print(f"critic: loss {stats['loss_first']:.3f} → {stats['loss_last']:.3f} (first and last 20 "
           f"steps), EV on held-out prompts {stats['ev_before']:.2f} → {stats['ev_after']:.2f}, "
           f"{stats['clip_share']:.0%} of the steps clipped\n")
@@ -1475,9 +1489,11 @@ def main(argv: list[str]) -> int:
             return finish(run)
         except KeyboardInterrupt:
             last, pool = checkpoints(cfg.out), os.path.join(cfg.out, "pool")
-            print(f"\ninterrupted; {last[-1]} is there, go on with --resume {cfg.out}" if last
-                  else "\ninterrupted before the first checkpoint: there is nothing to resume"
-                  + (f", but --pool {pool} uses what was sampled" if os.path.isdir(pool) else ""))
+            said = (f"{last[-1]} is there, go on with --resume {cfg.out}" if last else
+                    "there is no checkpoint yet, so there is nothing to resume")
+            if not last and os.path.isdir(pool):
+                said += f"; --pool {pool} uses the {len(TrajectoryPool(pool)):,} trajectories so far"
+            print(f"\ninterrupted: {said}")
             return 130
         except (FloatingPointError, RuntimeError) as error:
             print(f"{who}stopped: {error}", file=sys.stderr)
