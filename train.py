@@ -549,7 +549,7 @@ def pretrained(auto: type, path: str, **how: Any) -> Any:
     try:
         return auto.from_pretrained(path, **how)
     except Exception as error:  # foreign files, foreign code
-        kind = "folder" if os.path.isdir(path) else "name on the hub, as no folder here is called so"
+        kind = "a folder" if os.path.isdir(path) else "a name on the hub, for lack of such a folder"
         raise ValueError(f"--model: expected what transformers can load in {path} ({kind}), found "
                          f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
 
@@ -801,8 +801,8 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
     usable = min(len(batch.reward) // k, n) // run.size * run.size * k
     if not usable:
         raise RuntimeError(
-            f"step {run.step + 1}: every group of {k} was all right or all wrong, in {len(sampled)} "
-            f"rounds of prompts (success {success.float().mean():.2f}): nothing to learn from")
+            f"step {run.step + 1}: every group of {k} was all right or all wrong, in "
+            f"{len(sampled)} rounds of prompts (success {success.float().mean():.2f}): nothing to learn from")
     return take(batch, torch.arange(usable, device=run.device)), metrics | {
         "rollout/success": success.float().mean().item(),
         "rollout/length": everything.mask.sum(1).float().mean().item(),
@@ -1492,7 +1492,8 @@ def main(argv: list[str]) -> int:
             said = (f"{last[-1]} is there, go on with --resume {cfg.out}" if last else
                     "there is no checkpoint yet, so there is nothing to resume")
             if not last and os.path.isdir(pool):
-                said += f"; --pool {pool} uses the {len(TrajectoryPool(pool)):,} trajectories so far"
+                n = len(TrajectoryPool(pool))
+                said += f"; --pool {pool} uses the {n:,} trajectories sampled so far"
             print(f"\ninterrupted: {said}")
             return 130
         except (FloatingPointError, RuntimeError) as error:
