@@ -336,6 +336,7 @@ def batch_advantage(reward: Tensor, mask: Tensor) -> Tensor:
 def flash_reinforce_advantage(reward: Tensor, mask: Tensor) -> Tensor:
     """R − mean_batch(R) on every token, [B, T]; the mean is over responses. (2607.21653)"""
     mask, total = _response_reward(reward, mask)
+    # assumption: the mean weighs responses, not tokens, alike
     mean = total.sum() / mask.any(1).sum().clamp(min=1)
     return torch.where(mask, (total - mean)[:, None], 0.0).to(_dtype(reward))   # R − mean(R)
 

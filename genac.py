@@ -156,6 +156,7 @@ class RunningSuccess:
 
 
 # ------------------------------------------------------------------------------------ segments
+# assumption: states are scored at the starts of at most 16 segments; no source says where.
 # A cut depends on nothing that comes after it. So a segment ends *after* a delimiter or an unlikely
 # token: were it to end before, V would be a baseline that depends on the action it is held against.
 

@@ -795,14 +795,15 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
         kept.append(take(sampled[-1], mixed))
     everything = concatenate(sampled)
     success = everything.reward > 0
-    if run.daps:
+    if run.daps:  # assumption: outcomes of groups that are dropped count too
         run.daps.update(everything.prompt_id.cpu(), success.cpu())
     batch = concatenate(kept)
     usable = min(len(batch.reward) // k, n) // run.size * run.size * k
     if not usable:
         raise RuntimeError(
             f"step {run.step + 1}: every group of {k} was all right or all wrong, in "
-            f"{len(sampled)} rounds of prompts (success {success.float().mean():.2f}): nothing to learn from")
+            f"{len(sampled)} rounds of prompts (success {success.float().mean():.2f}): nothing to "
+            "learn from")
     return take(batch, torch.arange(usable, device=run.device)), metrics | {
         "rollout/success": success.float().mean().item(),
         "rollout/length": everything.mask.sum(1).float().mean().item(),
@@ -891,6 +892,7 @@ def update_critic(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
     """cfg.critic_epochs epochs of the clipped squared error against R (λ_critic = 1)."""
     cfg, stats, norms, skipped = run.cfg, {}, [], 0
     for _ in range(cfg.critic_epochs):
+        # assumption: as many mini-batches per epoch as the actor has
         for rows in mini_batches(run, b, rng):
             n_tokens = b.mask[rows].sum()
             for _, part in micro_batches(run, b, rows):
@@ -1277,15 +1279,20 @@ def cut_metrics(run: Run) -> None:
     os.replace(path + ".writing", path)
 
 
+def whole_state(run: Run, module: nn.Module | None) -> dict[str, Tensor]:
+    """The module's tensors put together from all ranks, on the CPU of rank 0; {} on the others."""
+    state = {}
+    for key, x in (module.state_dict() if module else {}).items():
+        whole = gathered(x)
+        if run.rank == 0:
+            state[key] = whole.cpu()
+    return state
+
+
 def export(run: Run) -> None:
     """Actor and critic as Hugging Face folders in the run folder, put together from all ranks."""
     for name, module in (("actor", run.actor), ("critic", run.critic)):
-        folder = os.path.join(run.cfg.out, name)
-        state = {}
-        for key, x in (module.state_dict() if module else {}).items():
-            whole = gathered(x)
-            if run.rank == 0:
-                state[key] = whole.cpu()
+        folder, state = os.path.join(run.cfg.out, name), whole_state(run, module)
         if run.rank == 0 and name == "actor":
             write_folder(folder, run.tokenizer, model=run.actor.model, state_dict={
                 key.removeprefix("model."): x for key, x in state.items()})
@@ -1316,8 +1323,8 @@ def make_pool(run: Run) -> TrajectoryPool:
     bar = tqdm(total=cfg.pool_size * len(policies), desc="coverage pool", disable=run.rank > 0)
     for label, (path, temperature) in enumerate(policies):
         tqdm.write(f"policy {label}: {path or cfg.model or 'base'} at temperature {temperature}")
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, cfg.rollout_dtype or cfg.dtype),
+        model = pretrained(
+            AutoModelForCausalLM, path, dtype=getattr(torch, cfg.rollout_dtype or cfg.dtype),
             trust_remote_code=cfg.trust_remote_code).to(run.device) if path else None
         for start in range(0, cfg.pool_size, 8 * cfg.max_rows * run.size):
             n = min(8 * cfg.max_rows * run.size, cfg.pool_size - start)
@@ -1362,7 +1369,7 @@ def pretrain_critic(run: Run) -> None:
             split=cfg.critic_clip_split, seed=cfg.seed, progress=run.rank == 0, rank=run.rank,
             world=run.size,
             autocast_dtype=dtype if dtype != torch.float32 and run.size == 1 else None)
-    state = {key: gathered(x) for key, x in run.critic.state_dict().items()}
+    state = whole_state(run, run.critic)
     if run.rank == 0:
         write_json(os.path.join(cfg.out, "pretrain.json"), stats)
         run.critic.save_pretrained(os.path.join(cfg.out, "critic-pretrained"), state)
