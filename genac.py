@@ -716,7 +716,8 @@ def _letter(letter: str) -> int:
 
 
 def oracle_sampler(model, prompts: list[list[int]], *, tokenizer, max_new_tokens: int,
-                   temperature: float, eos_id: list[int], pad_id: int, generator=None):
+                   temperature: float, eos_id: list[int], pad_id: int, generator=None,
+                   ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The oracle in the place of a critic: reads COMPACT prompts, answers as rollout.generate."""
     replies = []
     for ids in prompts:
@@ -964,7 +965,8 @@ def write_prompts_command(args) -> None:
           f"{sum(outcome[i] for i in chosen) / args.n:.2f}); put each one's reply under `trace`")
 
 
-def sft_command(args) -> None:
+def sft_command(args: argparse.Namespace) -> None:
+    """Stage 1 on a JSONL of traces."""
     critic = real_critic(args, args.critic)
     traces = load_traces(args.sft, model_size=args.model_size, success_rate=args.success_rate)
     log = sft(critic, traces, batch_size=args.batch, lr=args.lr, steps=args.steps, seed=args.seed)
@@ -974,7 +976,8 @@ def sft_command(args) -> None:
           f"the prompts cut; critic in {args.out}")
 
 
-def rl_command(args) -> None:
+def rl_command(args: argparse.Namespace) -> None:
+    """Stage 2 on the frozen actor's responses to a JSONL of problems."""
     import rollout
 
     critic, actor = real_critic(args, args.critic), real_critic(args, args.actor)
@@ -994,6 +997,7 @@ def save(critic: GenCritic, folder: str) -> None:
 
 
 def main() -> None:
+    """The demo, or the stage that a flag names."""
     parser = argparse.ArgumentParser(description="generative critic: demo, or one of its stages")
     add = parser.add_argument
     add("--train", action="store_true", help="stages 1 and 2 on the embedded task")
