@@ -8,8 +8,10 @@
 S3AC's actor: the CISPO loss (2506.13585), range [0.8, 1.28], token mean over the whole batch, no KL
 term, on the tokens that pass two tests of ρ: IcePoP (2510.18855) token by token, and MIS on the
 largest ρ of a response. Beside it, with the same arguments, the losses that S3AC is compared with:
-PPO-clip (1707.06347), DIS (2602.15763), FlashREINFORCE (2607.21653). What sets them apart is the
-weight of ∇ log π as a function of the ratio; `python actor_loss.py` prints it.
+PPO-clip (1707.06347), GRPO's mean of it by response (2402.03300), DIS (2602.15763) and
+FlashREINFORCE (Hu, Zhang et al. 2026). What sets them apart is the weight of ∇ log π as a function
+of the ratio; `python actor_loss.py` prints it. Two parts of others: GEPO's weight of a response
+(2508.17850) and VAPO's likelihood term (2504.05118).
 
     B responses, T response tokens, H hidden size, V vocabulary
     hidden [B, T, H]   weight [V, H]   tokens [B, T] long   logits [B, T, V]
@@ -348,6 +350,30 @@ def mismatch_mask(logp_old: Tensor, logp_roll: Tensor, mask: Tensor, *,
     return keep, stats | _stats(mask.any(-1), {"mis_dropped": ~response.squeeze(-1)})
 
 
+@torch.no_grad()
+def group_expectation_weight(logp: Tensor, logp_roll: Tensor, prompt_id: Tensor, mask: Tensor
+                             ) -> Tensor:
+    """GEPO's weight w_i ≥ 0 of each response, [B], no gradient (Zhang et al. 2025, 2508.17850).
+
+    Differs from a response's own ratio p_i/q_i: the denominator is the prompt's expected q, so one
+    improbable response cannot blow its weight up. logp (the trainer's, p), logp_roll (the
+    sampler's, q) and mask [B, T]; prompt_id [B], all responses of a prompt in one call. A row
+    without a token has weight 0 and is in no group. To use it: `advantage * weight[:, None]`.
+    """
+    _same_shape({"mask": mask, "logp": logp, "logp_roll": logp_roll})
+    if prompt_id.shape != mask.shape[:1]:
+        raise ValueError(f"prompt_id: expected the shape {list(mask.shape[:1])} of responses, "
+                         f"found {list(prompt_id.shape)}")
+    mask = mask != 0
+    some, length = mask.any(-1), mask.sum(-1).clamp(min=1)
+    # assumption: p and q are geometric means over the tokens, as in the authors' code
+    log_p, log_q = (x.sum(-1) / length for x in _masked(mask, logp, logp_roll))
+    same = (prompt_id[:, None] == prompt_id) & some  # [B, B]: is j a response to i's prompt?
+    over_group = lambda x: torch.where(same, x, -torch.inf).logsumexp(-1)
+    log_mean_q = over_group(2 * log_q) - over_group(log_q)  # log Σ_j q_j²/Σ_k q_k
+    return torch.where(some, _ratio(log_p, log_mean_q), 0.0)  # w_i = p_i / (Σ_j q_j²/Σ_k q_k)
+
+
 # --- losses
 
 
@@ -369,9 +395,13 @@ def _mean(loss: Tensor, count: Tensor, n: float | Tensor | None) -> Tensor:
 def _token_loss(loss: Tensor, keep: Tensor, n_tokens: float | Tensor | None, ratio: Tensor,
                 clipped: Tensor) -> tuple[Tensor, Stats]:
     # assumption: the tokens that the mismatch mask drops leave the denominator too
-    mean, ratio = _mean(loss, keep.sum(), n_tokens), ratio.detach()
+    mean = _mean(loss, keep.sum(), n_tokens)
+    return mean, _stats(keep, {"loss": loss}) | _ratio_stats(keep, ratio.detach(), clipped)
+
+
+def _ratio_stats(keep: Tensor, ratio: Tensor, clipped: Tensor) -> Stats:
     kl = ratio - 1 - ratio.log()  # its mean over samples of π_old is KL(π_old‖π_θ)
-    return mean, _stats(keep, {"loss": loss, "ratio": ratio, "clip_share": clipped, "kl": kl})
+    return _stats(keep, {"ratio": ratio, "clip_share": clipped, "kl": kl})
 
 
 def cispo_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, keep: Tensor,
@@ -399,10 +429,35 @@ def ppo_clip_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, keep: Tenso
     no gradient; clip_share counts those. VAPO: eps_high 0.28.
     """
     keep, logp, logp_old, advantage = _inputs(logp, logp_old, advantage, keep)
+    loss, ratio, clipped = _surrogate(logp, logp_old, advantage, eps_low, eps_high)
+    return _token_loss(loss, keep, n_tokens, ratio, clipped)
+
+
+def grpo_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, keep: Tensor,
+              n_responses: float | Tensor | None = None, *, eps_low: float = 0.2,
+              eps_high: float = 0.2) -> tuple[Tensor, Stats]:
+    """GRPO's loss (Shao et al. 2024, 2402.03300): PPO's surrogate, averaged by response.
+
+    All [B, T]. Differs from `ppo_clip_loss` in the mean alone: first over the T_i kept tokens of
+    each response, then over responses, so a token of a long response weighs less. n_responses: the
+    responses with a kept token in the whole step. Left out: GRPO's KL penalty. Stats: loss per
+    response, the rest as `ppo_clip_loss`.
+    """
+    keep, logp, logp_old, advantage = _inputs(logp, logp_old, advantage, keep)
+    loss, ratio, clipped = _surrogate(logp, logp_old, advantage, eps_low, eps_high)
+    length, some = keep.sum(-1).clamp(min=1), keep.any(-1)
+    loss = loss.sum(-1) / length  # (1/T_i) Σ_t −min(…)
+    return (_mean(loss, some.sum(), n_responses),  # (1/B) Σ_i …
+            _stats(some, {"loss": loss}) | _ratio_stats(keep, ratio.detach(), clipped))
+
+
+def _surrogate(logp: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float, eps_high: float
+               ) -> tuple[Tensor, Tensor, Tensor]:
+    """PPO's loss of each token, its ratio, and whether the clip has taken its gradient."""
     ratio = _ratio(logp, logp_old)
     free, bounded = ratio * advantage, ratio.clamp(1 - eps_low, 1 + eps_high) * advantage
-    loss = -torch.minimum(free, bounded)  # −min(r_t Â_t, clip(r_t, 1 − ε_low, 1 + ε_high) Â_t)
-    return _token_loss(loss, keep, n_tokens, ratio, bounded < free)
+    # −min(r_t Â_t, clip(r_t, 1 − ε_low, 1 + ε_high) Â_t)
+    return -torch.minimum(free, bounded), ratio, bounded < free
 
 
 def dis_loss(logp: Tensor, logp_roll: Tensor, advantage: Tensor, keep: Tensor,
@@ -424,7 +479,7 @@ def dis_loss(logp: Tensor, logp_roll: Tensor, advantage: Tensor, keep: Tensor,
 def flash_reinforce_loss(logp: Tensor, logp_roll: Tensor, advantage: Tensor, mask: Tensor,
                          n_responses: float | Tensor | None = None, *, delta: float = 3e-3
                          ) -> tuple[Tensor, Stats]:
-    """FlashREINFORCE (2607.21653): no clip at all; whole responses that have drifted are gated out.
+    """FlashREINFORCE (Hu, Zhang et al. 2026): no clip; responses that have drifted are gated out.
 
     All [B, T]. A response is kept iff the mean over its tokens of the Bernoulli KL between
     p = μ(a_t) and q = π(a_t) is at most delta (3e-3; 5e-3 for R1-Distill). n_responses: the
@@ -444,6 +499,23 @@ def flash_reinforce_loss(logp: Tensor, logp_roll: Tensor, advantage: Tensor, mas
     # L = (1/B) Σ_i g_i …, with the B from before the gate
     return (_mean(loss, some.sum(), n_responses),
             _stats(some, per_response) | _stats(mask, {"ratio": ratio}))
+
+
+def nll_loss(logp: Tensor, reward: Tensor, mask: Tensor, n_tokens: float | Tensor | None = None
+             ) -> tuple[Tensor, Stats]:
+    """VAPO's second term (Yue et al. 2025, 2504.05118): likelihood of the right responses' tokens.
+
+    logp and mask [B, T], reward [B], right where positive. Differs from a policy gradient: no
+    advantage and no ratio, what was right is imitated; VAPO adds it times 0.1 to `ppo_clip_loss`.
+    n_tokens: the tokens of right responses in the whole step. Stats: nll. Other shapes: ValueError.
+    """
+    _same_shape({"logp": logp, "mask": mask})
+    if reward.shape != logp.shape[:1]:
+        raise ValueError(f"reward: expected the shape {list(logp.shape[:1])} of responses, found "
+                         f"{list(reward.shape)}")
+    right = (mask != 0) & (reward > 0)[:, None]
+    loss = -_masked(right, logp)[0]  # −log π_θ(a_t|s_t)
+    return _mean(loss, right.sum(), n_tokens), _stats(right, {"nll": loss})
 
 
 # --- demo and bench

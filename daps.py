@@ -6,7 +6,8 @@
     a'  = (1 − ω) · 1 + ω · a                    ω = 0 for 40 steps, then linear up to 1 in 80 steps
     S ← 0.99 S + Σ r_i,  N ← 0.99 N + Σ 1        once a rollout batch, r_i ∈ {0, 1}
 
-S3AC §3.4 (DAPS); the group filter is the one of DAPO's dynamic sampling (arXiv 2503.14476).
+S3AC §3.4 (DAPS); the group filter is the one of DAPO's dynamic sampling (arXiv 2503.14476). Two
+selections to compare with: PCL (`nearest_half`) and GRESO (`greso_accept_prob`, `accept`).
 
     v0 [M]       V(s_0) of M candidate prompts, from one batched critic pass over the prompts alone
     ids [M]      their numbers in 0 … n_prompts − 1; S and N [n_prompts] are kept for every prompt
@@ -20,7 +21,7 @@ Differs from the paper, which does not say what happens when a round leaves the 
 at most 10 rounds over the candidates not yet taken, then those of highest a'. Left out: the critic
 pass and the rollout, which are the caller's, and the replacement of the groups that are dropped.
 
-Run `python daps.py` for the curve, the ramp, and uniform against DAPS on prompts of known success.
+Run `python daps.py` for the curve, the ramp, and four selections on prompts of known success.
 """
 import argparse
 
@@ -70,6 +71,37 @@ def ramp(step: int, uniform: int = 40, length: int = 80) -> float:
     return min(max((step - uniform) / length, 0.0), 1.0)
 
 
+def accept(a: Tensor, n: int, generator: torch.Generator) -> tuple[Tensor, dict[str, int]]:
+    """n distinct positions in a [M], drawn with these chances in [0, 1], and how that went.
+
+    At most 10 rounds over those not yet taken, each in drawn order; then those of highest a. The
+    dict holds rounds, accepted, filled, see `DAPS`. The CPU generator is the only source of chance;
+    the positions are on the CPU. ValueError for NaN, another shape or n > M.
+    """
+    a = _candidates("a", a, n)
+    left = torch.randperm(len(a), generator=generator)  # not yet taken, in drawn order
+    taken, rounds = left[:0], 0
+    while len(taken) < n and rounds < ROUNDS:
+        hit = torch.rand(len(left), generator=generator, dtype=torch.float64) < a[left]
+        taken, left = torch.cat([taken, left[hit]]), left[~hit]
+        rounds += 1
+    best = left[a[left].argsort(descending=True, stable=True)]  # ties in drawn order
+    accepted = min(len(taken), n)
+    # assumption: a short batch is filled by best a'
+    return (torch.cat([taken, best])[:n],
+            {"rounds": rounds, "accepted": accepted, "filled": n - accepted})
+
+
+def _candidates(name: str, x: Tensor, n: int) -> Tensor:
+    """x [M] on the CPU; ValueError unless it has one dimension and no NaN and 0 <= n <= M."""
+    if x.ndim != 1 or x.isnan().any():
+        raise ValueError(f"{name} must have one dimension and no NaN, found the shape "
+                         f"{tuple(x.shape)} and {int(x.isnan().sum())} NaN")
+    if not 0 <= n <= len(x):
+        raise ValueError(f"n must be in 0 … {len(x)}, the number of candidates, found {n}")
+    return x.detach().cpu()
+
+
 class DAPS:
     """The decayed outcome counts of every prompt, and the selection that reads them (S3AC §3.4).
 
@@ -108,28 +140,17 @@ class DAPS:
         source of chance. The candidates may come in any order. `report` tells what was done.
         ValueError if ids repeat or are out of range, v0 has another shape or a NaN, or n > M.
         """
-        ids, v0 = self._checked(ids, "ids"), v0.detach().cpu()
+        ids, v0 = _numbers("ids", ids, len(self.trials)), v0.detach().cpu()
         if len(ids.unique()) != len(ids):
             raise ValueError(f"ids must be distinct, found {len(ids.unique())} of {len(ids)}")
         if v0.shape != ids.shape or v0.isnan().any():
             raise ValueError(f"v0 must have the shape {tuple(ids.shape)} of ids and no NaN, found "
                              f"the shape {tuple(v0.shape)} and {int(v0.isnan().sum())} NaN")
-        if not 0 <= n <= len(ids):
-            raise ValueError(f"n must be in 0 … {len(ids)}, the number of ids, found {n}")
-
         a = self.acceptance(ids, v0, step)
-        left = torch.randperm(len(ids), generator=generator)  # not yet taken, in drawn order
-        taken, rounds = left[:0], 0
-        while len(taken) < n and rounds < ROUNDS:
-            hit = torch.rand(len(left), generator=generator, dtype=torch.float64) < a[left]
-            taken, left = torch.cat([taken, left[hit]]), left[~hit]
-            rounds += 1
-        best = left[a[left].argsort(descending=True, stable=True)]  # ties in drawn order
-        accepted = min(len(taken), n)
+        taken, drawn = accept(a, n, generator)
         self.report = {"offered": len(ids), "omega": ramp(step, self.uniform, self.ramp),
-                       "acceptance": a.mean().item() if len(ids) else 0.0,
-                       "rounds": rounds, "accepted": accepted, "filled": n - accepted}
-        return ids[torch.cat([taken, best])[:n]]  # assumption: a short batch is filled by best a'
+                       "acceptance": a.mean().item() if len(ids) else 0.0} | drawn
+        return ids[taken]
 
     def update(self, prompt_id: Tensor, success: Tensor) -> None:
         """Decay all counts, then add a rollout batch's outcomes: call it once a rollout batch.
@@ -138,7 +159,8 @@ class DAPS:
         bool or number. Pass the outcomes of dropped groups too: they were trials like any other.
         ValueError, and nothing changed, for another shape, an id out of range or another value.
         """
-        prompt_id, success = self._checked(prompt_id, "prompt_id"), success.detach().cpu().double()
+        prompt_id = _numbers("prompt_id", prompt_id, len(self.trials))
+        success = success.detach().cpu().double()
         if success.shape != prompt_id.shape:
             raise ValueError(f"success must have the shape {tuple(prompt_id.shape)} of prompt_id, "
                              f"found {tuple(success.shape)}")
@@ -162,17 +184,6 @@ class DAPS:
         self.successes.copy_(state["successes"])
         self.trials.copy_(state["trials"])
 
-    def _checked(self, ids: Tensor, name: str) -> Tensor:
-        """ids on the CPU; ValueError unless they are whole numbers [M] in 0 … n_prompts − 1."""
-        if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"{name} must be whole numbers of one dimension, "
-                             f"found {ids.dtype} of shape {tuple(ids.shape)}")
-        ids = ids.detach().cpu().long()
-        wrong = ids[(ids < 0) | (ids >= len(self.trials))]
-        if len(wrong):
-            raise ValueError(f"{name} must be in 0 … {len(self.trials) - 1}, found {wrong[0]}")
-        return ids
-
 
 def mixed_groups(reward: Tensor, prompt_id: Tensor) -> Tensor:
     """[B] bool: True where a response's group is neither all right nor all wrong (DAPO).
@@ -189,21 +200,80 @@ def mixed_groups(reward: Tensor, prompt_id: Tensor) -> Tensor:
     return ((0 < right) & (right < size))[group]
 
 
-def _simulate(daps: DAPS, p_true: Tensor, args: argparse.Namespace) -> tuple[Tensor, float, float]:
+# --- selections that DAPS is compared with
+
+def nearest_half(v0: Tensor, n: int) -> Tensor:
+    """Positions [n] of the candidates whose p_c is nearest ½, nearest first. (PCL)
+
+    Gao et al. 2025, 2510.01135. Differs from DAPS: no draw, no history and no floor, the critic's
+    V(s_0) [M] alone decides. Ties in the order given; on the CPU. ValueError for NaN or n > M.
+    """
+    v0 = _candidates("v0", v0, n)
+    return (success_from_value(v0) - 0.5).abs().argsort(stable=True)[:n]  # |p_c − ½|
+
+
+def greso_accept_prob(uniform_in_a_row: Tensor, p: float = 0.5, floor: float = 0.01) -> Tensor:
+    """Chance max(p^z, floor) that a prompt is rolled out, float64. (GRESO)
+
+    Zheng et al. 2025, 2506.02177. Differs from DAPS: no critic; what counts is z, how many of the
+    prompt's last groups were all right or all wrong without a break (`uniform_streak`). Left out:
+    in GRESO all right and all wrong have a p each, which adapts to a wanted share of such groups.
+    Select with `accept`. ValueError if p or floor is not in [0, 1].
+    """
+    if not (0 <= p <= 1 and 0 <= floor <= 1):
+        raise ValueError(f"p and floor must be in [0, 1], found {p}, {floor}")
+    return (p ** uniform_in_a_row.double()).clamp(min=floor)  # max(p^z, floor)
+
+
+def uniform_streak(streak: Tensor, reward: Tensor, prompt_id: Tensor) -> Tensor:
+    """GRESO's z of every prompt after these responses, [n_prompts]: a new tensor.
+
+    0 after a mixed group, one more after a uniform one, as it was for prompts not in prompt_id [B].
+    reward [B] as in `mixed_groups`; a group of one is uniform. ValueError for an id out of range.
+    """
+    mixed = mixed_groups(reward, prompt_id).cpu()
+    prompt_id, streak = _numbers("prompt_id", prompt_id, len(streak)), streak.clone()
+    streak[prompt_id] = torch.where(mixed, 0, streak[prompt_id] + 1)
+    return streak
+
+
+def _numbers(name: str, ids: Tensor, n_prompts: int) -> Tensor:
+    """ids on the CPU; ValueError unless they are whole numbers [M] in 0 … n_prompts − 1."""
+    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} must be whole numbers of one dimension, "
+                         f"found {ids.dtype} of shape {tuple(ids.shape)}")
+    ids = ids.detach().cpu().long()
+    wrong = ids[(ids < 0) | (ids >= n_prompts)]
+    if len(wrong):
+        raise ValueError(f"{name} must be in 0 … {n_prompts - 1}, found {wrong[0]}")
+    return ids
+
+
+def _simulate(name: str, p_true: Tensor, args: argparse.Namespace
+              ) -> tuple[Tensor, float, float, DAPS]:
     """Share [5] of picked prompts with p in 0–.2 … .8–1, share of groups dropped, mean |p̂ − p|."""
     g = torch.Generator().manual_seed(args.seed)
     v0 = 2 * p_true - 1 + args.noise * torch.randn(len(p_true), generator=g)  # one error a prompt
+    omega_0 = args.steps if name == "uniform" else 0  # ω = 0, or 1, in every step
+    daps = DAPS(args.prompts, a_min=args.a_min, uniform=omega_0, ramp=0)
+    streak = torch.zeros(args.prompts, dtype=torch.long)
     share, dropped = torch.zeros(5), 0.0
     for step in range(args.steps):
         offered = torch.randperm(len(p_true), generator=g)[:args.candidates]
-        ids = daps.select(offered, v0[offered], args.batch, step, g)
+        if name == "PCL":
+            ids = offered[nearest_half(v0[offered], args.batch)]
+        elif name == "GRESO":
+            ids = offered[accept(greso_accept_prob(streak[offered]), args.batch, g)[0]]
+        else:
+            ids = daps.select(offered, v0[offered], args.batch, step, g)
         prompt_id = ids.repeat_interleave(args.group)
         success = torch.rand(len(prompt_id), generator=g) < p_true[prompt_id]
         daps.update(prompt_id, success)
+        streak = uniform_streak(streak, success.float(), prompt_id)
         share += torch.histc(p_true[ids], bins=5, min=0, max=1) / args.batch / args.steps
         dropped += (~mixed_groups(success.float(), prompt_id)).float().mean().item() / args.steps
     p = fuse(success_from_value(v0), daps.successes, daps.trials, daps.n_c)
-    return share, dropped, (p - p_true).abs().mean().item()
+    return share, dropped, (p - p_true).abs().mean().item(), daps
 
 
 def _demo() -> None:
@@ -226,18 +296,19 @@ def _demo() -> None:
 
     torch.manual_seed(args.seed)
     p_true = torch.sin(torch.rand(args.prompts) * torch.pi / 2) ** 2  # Beta(½, ½)
+    names = ("uniform", "DAPS", "PCL", "GRESO")
+    runs = [_simulate(name, p_true, args) for name in names]
+    line = lambda title, x, end="": print(f"   {title:11}" + "".join(f"{y:>9}" for y in x) + end)
     print(f"\n{args.batch} prompts out of {args.candidates}, {args.steps} times, by a critic with "
-          f"errors of std {args.noise} in V\n   true p      uniform    DAPS")
-    off = DAPS(args.prompts, a_min=args.a_min, uniform=args.steps)  # ω = 0 in every step
-    on = DAPS(args.prompts, a_min=args.a_min, uniform=0, ramp=0)  # ω = 1 in every step
-    (u, u_drop, u_err), (d, d_drop, d_err) = (_simulate(x, p_true, args) for x in (off, on))
-    for i, (u_i, d_i) in enumerate(zip(u.tolist(), d.tolist())):
-        bar = "█" * round(100 * d_i)
-        print(f"   {i / 5:.1f} – {(i + 1) / 5:.1f}   {u_i:6.1%}   {d_i:6.1%}  {bar}")
-    print(f"   0.2 – 0.8   {u[1:4].sum():6.1%}   {d[1:4].sum():6.1%}  neither easy nor hard")
-    print(f"   dropped     {u_drop:6.1%}   {d_drop:6.1%}  groups of {args.group} not mixed")
-    print(f"   |p̂ − p|     {u_err:6.3f}   {d_err:6.3f}  after the last step")
-    for name, daps in (("uniform", off), ("DAPS", on)):
+          f"errors of std {args.noise} in V")
+    line("true p", names)
+    for i in range(5):
+        line(f"{i / 5:.1f} – {(i + 1) / 5:.1f}", [f"{share[i]:.1%}" for share, *_ in runs])
+    line("0.2 – 0.8", [f"{share[1:4].sum():.1%}" for share, *_ in runs],
+         "  neither easy nor hard")
+    line("dropped", [f"{x:.1%}" for _, x, *_ in runs], f"  groups of {args.group} not mixed")
+    line("|p̂ − p|", [f"{x:.3f}" for *_, x, _ in runs], "  all prompts, after the last step")
+    for name, (*_, daps) in zip(names[:2], runs):
         print(f"   last {name} selection: {_told(daps.report)}")
 
     hopeless = DAPS(100, a_min=args.a_min, uniform=0, ramp=0)

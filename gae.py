@@ -18,13 +18,15 @@ allowed, or integer lengths [B] when the trainable tokens come first. lam in [0,
 float64 values), 0 on masked slots, carry no gradient.
 # assumption: not normalised, as no source mentions it.
 
-Also here: group (GRPO), batch (REINFORCE++), FlashREINFORCE and VinePPO advantages.
+Also here: group (GRPO), leave-one-out (RLOO), batch (REINFORCE++), FlashREINFORCE and VinePPO
+advantages.
 Left out: losses, the critic, λ_critic (it is 1: the critic's target is the return).
 
 Run: `python gae.py` prints a right and a wrong response; `python gae.py --bench` times the tiers.
 """
 import argparse
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -301,16 +303,24 @@ def group_advantage(reward: Tensor, prompt_id: Tensor, mask: Tensor, *,
 
     0 in a group of one or of equal rewards. Rows without a token are in no group.
     """
-    mask, total = _response_reward(reward, mask)
-    _expect("prompt_id", prompt_id, reward, (reward.shape[0],))
-    group = torch.unique(prompt_id, return_inverse=True)[1]
-    valid = mask.any(1)
-    per_group = lambda x: x.new_zeros(len(group)).index_add_(0, group, x)[group]
-    n = per_group(valid.double()).clamp(min=1)
-    centred = torch.where(valid, total - per_group(total) / n, 0.0)
+    mask, centred, n, per_group = _centred_in_group(reward, prompt_id, mask)
     std = (per_group(centred**2) / (n - 1).clamp(min=1)).sqrt()
     # assumption: sample standard deviation (n − 1) plus 1e-6
     advantage = centred / (std + 1e-6) if divide_std else centred       # (R − mean)/std
+    return torch.where(mask, advantage[:, None], 0.0).to(_dtype(reward))
+
+
+@torch.no_grad()
+def leave_one_out_advantage(reward: Tensor, prompt_id: Tensor, mask: Tensor) -> Tensor:
+    """R − mean of the prompt's other responses on every token, [B, T]. (RLOO)
+
+    Ahmadian et al. 2024, 2402.14740. Differs from `group_advantage`: a response is no part of its
+    own baseline, which leaves the gradient unbiased, and nothing is divided by a deviation. reward
+    and prompt_id [B]. 0 in a group of one or of equal rewards. A row without a token is in no
+    group.
+    """
+    mask, centred, n, _ = _centred_in_group(reward, prompt_id, mask)
+    advantage = centred * n / (n - 1).clamp(min=1)  # R − (ΣR − R)/(n − 1) = (R − mean) n/(n − 1)
     return torch.where(mask, advantage[:, None], 0.0).to(_dtype(reward))
 
 
@@ -334,7 +344,7 @@ def batch_advantage(reward: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def flash_reinforce_advantage(reward: Tensor, mask: Tensor) -> Tensor:
-    """R − mean_batch(R) on every token, [B, T]; the mean is over responses. (2607.21653)"""
+    """R − mean_batch(R) on every token, [B, T]; the mean is over responses. (FlashREINFORCE)"""
     mask, total = _response_reward(reward, mask)
     # assumption: the mean weighs responses, not tokens, alike
     mean = total.sum() / mask.any(1).sum().clamp(min=1)
@@ -403,6 +413,20 @@ def _response_reward(reward: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask, torch.where(mask.any(1), reward.double(), 0.0)
 
 
+def _centred_in_group(reward: Tensor, prompt_id: Tensor, mask: Tensor
+                      ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """bool mask, R − mean_group [B], the group's size n [B], and x [B] -> its sum over the group.
+
+    A row without a token is in no group, its R − mean_group is 0.
+    """
+    mask, total = _response_reward(reward, mask)
+    _expect("prompt_id", prompt_id, reward, (reward.shape[0],))
+    group = torch.unique(prompt_id, return_inverse=True)[1]
+    per_group = lambda x: x.new_zeros(len(group)).index_add_(0, group, x)[group]
+    n = per_group(mask.any(1).double()).clamp(min=1)
+    return mask, torch.where(mask.any(1), total - per_group(total) / n, 0.0), n, per_group
+
+
 def _expect(name: str, x: Tensor, like: Tensor, *shapes: tuple[int, ...]) -> None:
     if tuple(x.shape) not in shapes:
         raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, "
@@ -460,6 +484,7 @@ def demo() -> None:
     actor, critic = gae(value, reward, mask, lam), gae(value, reward, mask, 1.0)
     delta, r = gae(value, reward, mask, 0.0), _token_reward(reward, mask.bool())   # λ = 0: Â = δ
     free = {"group": group_advantage(reward, torch.zeros(2), mask),
+            "rloo": leave_one_out_advantage(reward, torch.zeros(2), mask),
             "batch": batch_advantage(reward, mask),
             "flash": flash_reinforce_advantage(reward, mask)}
     for b in range(2):

@@ -56,7 +56,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 @dataclass
 class Batch:
-    """One rollout batch. train.py fills the last four fields, in this order."""
+    """One rollout batch. train.py fills the fields from logp_old on, in this order."""
 
     tokens: Tensor  # [B, P+T] long
     attention: Tensor  # [B, P+T] bool
@@ -67,6 +67,8 @@ class Batch:
     logp_roll: Tensor  # [B, T] float: log μ(a_t|s_t) at the sampling temperature
     routing: Tensor | None = None  # [B, P+T, L, k] int16: experts chosen (see Routing), −1: unknown
     logp_old: Tensor | None = None  # [B, T] log π_old(a_t|s_t), the trainer's
+    starts: Tensor | None = None  # [B, T] bool: where steps start (VinePPO, GenAC)
+    value_std: Tensor | None = None  # [B, T] how far two critics disagree (AsyPPO)
     value: Tensor | None = None  # [B, T] V(s_t); value[:, 0] = V(s_0)
     advantage: Tensor | None = None  # [B, T] Â_t
     keep: Tensor | None = None  # [B, T] bool: mask ∧ IcePoP ∧ MIS

@@ -5,6 +5,7 @@
 
 The kernels run in Triton's interpreter, and are compiled ahead of time for sm_80 and sm_90.
 """
+import argparse
 import copy
 import functools
 import itertools
@@ -46,14 +47,17 @@ import rollout
 import train
 import value_pretrain as vp
 from actor_loss import (
-    cispo_loss, dis_loss, flash_reinforce_loss, linear_entropy, linear_token_logp, mismatch_mask,
-    mismatch_ratio, ppo_clip_loss, token_logp,
+    cispo_loss, dis_loss, flash_reinforce_loss, group_expectation_weight, grpo_loss, linear_entropy,
+    linear_token_logp, mismatch_mask, mismatch_ratio, nll_loss, ppo_clip_loss, token_logp,
 )
 from critic import (
     Critic, ValueHead, clip_critic_grad_, explained_variance, explained_variance_from, grad_norms,
     init_value_head_, value_loss,
 )
-from daps import DAPS, accept_prob, fuse, mixed_groups, ramp, success_from_value
+from daps import (
+    DAPS, accept, accept_prob, fuse, greso_accept_prob, mixed_groups, nearest_half, ramp,
+    success_from_value, uniform_streak,
+)
 from genac import (
     COMPACT, ENGLISH, GenCritic, RunningSuccess, State, Template, critic_prompt, parse_score,
     reinforce_loss, reply_advantage, segment_starts, segment_values, sft_loss, spread,
@@ -372,6 +376,56 @@ def test_gae_kernels_compile_without_spills():
     assert len(lines) == 8, run.stdout
     for *_, registers, stack, local in lines:
         assert 0 < int(registers) <= 128 and stack == local == "0", run.stdout
+
+
+def test_gae_leave_one_out_by_hand():
+    """Rewards 1, −1, 1: the others' means are 0, 1, 0, so 1, −2, 1; one or equal rewards: 0."""
+    reward = torch.tensor([1., -1, 1, 1, .1, .1, .1, torch.nan])
+    group = torch.tensor([7, 7, 7, 3, 9, 9, 9, 7])
+    mask = torch.ones(8, 2)
+    mask[7] = 0  # in no group
+    mask[0, 1] = 0
+    a = gae.leave_one_out_advantage(reward, group, mask)
+    torch.testing.assert_close(a[:3], torch.tensor([[1., 0], [-2, -2], [1, 1]]))
+    assert not a[3:].any() and a.dtype == torch.float32
+    none = gae.leave_one_out_advantage(reward, group, torch.zeros(8, 2))
+    assert torch.equal(none, torch.zeros(8, 2))
+
+
+def test_gae_leave_one_out_is_the_loop():
+    """Each response's reward minus a plain mean over the rows that share its id, in float64."""
+    g = torch.Generator().manual_seed(0)
+    reward = torch.randn(40, generator=g, dtype=torch.float64)
+    group = torch.randint(9, (40,), generator=g)
+    mask = torch.rand(40, 3, generator=g) < .6
+    a = gae.leave_one_out_advantage(reward, group, mask)
+    assert a.dtype == torch.float64
+    for i in range(40):
+        others = [reward[j] for j in range(40) if j != i and group[j] == group[i] and mask[j].any()]
+        want = reward[i] - sum(others) / len(others) if others else 0.
+        torch.testing.assert_close(a[i], want * mask[i].double())
+
+
+def test_gae_leave_one_out_baseline_is_independent():
+    """E[Â ∇ log π] is the exact gradient; with its own reward in the mean it is (n − 1)/n of it."""
+    n, p = 3, torch.tensor(.3, dtype=torch.float64)  # π(right) = p = σ(θ), so ∇ log π is 1 − p or
+    outcomes = torch.tensor(list(itertools.product([1., -1], repeat=n)))  # −p, ∇ E[R] = 2p(1 − p)
+    chance = torch.where(outcomes > 0, p, 1 - p).prod(1)
+    score = torch.where(outcomes > 0, 1 - p, -p)
+    rows, ids = outcomes.double().flatten(), torch.arange(2**n).repeat_interleave(n)
+    ones = torch.ones(len(rows), 1)
+    for a, share in ((gae.leave_one_out_advantage(rows, ids, ones), 1),
+                     (gae.group_advantage(rows, ids, ones, divide_std=False), (n - 1) / n)):
+        mean = (chance * (a.view(-1, n) * score).mean(1)).sum().item()
+        assert mean == pytest.approx(share * 2 * .3 * .7, abs=1e-12)
+
+
+def test_gae_leave_one_out_refuses():
+    """Another shape of prompt_id, and a reward per token, are named."""
+    with pytest.raises(ValueError, match="prompt_id"):
+        gae.leave_one_out_advantage(torch.ones(3), torch.ones(2), torch.ones(3, 2))
+    with pytest.raises(ValueError, match="reward"):
+        gae.leave_one_out_advantage(torch.ones(3, 2), torch.ones(3), torch.ones(3, 2))
 
 
 # --------------------------------------------------------------------------------------- critic.py
@@ -1192,6 +1246,138 @@ def test_actor_loss_bad_input():
         linear_token_logp(hidden.double(), weight, ids, impl="triton")
 
 
+def test_actor_loss_grpo_by_hand():
+    """Ratio 1, Â = 1 and −2 on 1 and 3 tokens: mean of responses ½, of tokens 5/4; gradient 1/T."""
+    logp = torch.zeros(2, 3, requires_grad=True)
+    keep, advantage = torch.tensor([[1, 0, 0], [1, 1, 1]]), torch.tensor([[1.], [-2]]).expand(2, 3)
+    loss, stats = grpo_loss(logp, torch.zeros(2, 3), advantage, keep)
+    assert loss.item() == .5 and [x.item() for x in stats["loss"]] == [1, 2]
+    assert ppo_clip_loss(logp, torch.zeros(2, 3), advantage, keep)[0].item() == 1.25
+    grad = torch.autograd.grad(loss, logp)[0]
+    torch.testing.assert_close(grad, torch.tensor([[-.5, 0, 0], [1 / 3, 1 / 3, 1 / 3]]))
+
+
+def test_actor_loss_grpo_is_the_mean_of_ppo_by_response():
+    """Loss and gradient: ppo_clip_loss of each response alone, averaged over those with tokens."""
+    logp, old, advantage, keep = _actor_case(scale=1.5)
+    loss, stats = grpo_loss(logp, old, advantage, keep, eps_high=.28)
+    alone = [ppo_clip_loss(logp[i:i + 1], old[i:i + 1], advantage[i:i + 1], keep[i:i + 1],
+                           eps_high=.28) for i in (0, 1, 3)]  # row 2 is empty
+    want = sum(x for x, _ in alone) / 3
+    torch.testing.assert_close(loss, want, atol=1e-12, rtol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logp)[0] for x in (loss, want)))
+    clipped = sum(s["clip_share"][0] for _, s in alone)
+    assert 0 < clipped == stats["clip_share"][0] and stats["clip_share"][1] == keep.sum()
+
+
+@pytest.mark.parametrize("cuts", [[1, 3], [2, 2], [1, 1, 1, 1]])
+def test_actor_loss_grpo_and_nll_micro_batches_add_up(cuts):
+    """With the global count, losses, gradients and stats of unequal micro-batches add up."""
+    logp, old, advantage, keep = _actor_case(scale=.5)
+    reward = torch.tensor([1., -1, 1, 1])
+    for fn, args, n in ((grpo_loss, (logp, old, advantage, keep), keep.any(-1).sum()),
+                        (nll_loss, (logp, reward, keep), keep[reward > 0].sum())):
+        whole, stats = fn(*args)
+        split = [fn(*piece, n) for piece in zip(*(x.split(cuts) for x in args))]
+        total = sum(loss for loss, _ in split)
+        torch.testing.assert_close(total, whole, atol=1e-12, rtol=0)
+        torch.testing.assert_close(*(torch.autograd.grad(x, logp)[0] for x in (total, whole)))
+        for name, pair in stats.items():
+            for k in (0, 1):
+                torch.testing.assert_close(sum(s[name][k] for _, s in split), pair[k])
+
+
+def test_actor_loss_nll_by_hand():
+    """Right: log-probs −1, −3. Wrong: −5. The loss is 2, its gradient −½ on right tokens alone."""
+    logp = torch.tensor([[-1., -3], [-5, -5]], requires_grad=True)
+    loss, stats = nll_loss(logp, torch.tensor([1., -1]), torch.ones(2, 2))
+    assert loss.item() == 2 and [x.item() for x in stats["nll"]] == [4, 2]
+    assert torch.autograd.grad(loss, logp)[0].tolist() == [[-.5, -.5], [0, 0]]
+    loss, _ = nll_loss(logp, torch.tensor([-1., 0]), torch.ones(2, 2))  # none is right
+    assert loss == 0 and not torch.autograd.grad(loss, logp)[0].any()
+
+
+def test_actor_loss_gepo_by_hand():
+    """q = .1 and .3: Σq²/Σq = .25, so p = .2 and .5 weigh .8 and 2; alone it is p/q."""
+    p, q = torch.tensor([[.2], [.5], [.2]]), torch.tensor([[.1], [.3], [.1]])
+    w = group_expectation_weight(p.log(), q.log(), torch.tensor([4, 4, 9]), torch.ones(3, 1))
+    torch.testing.assert_close(w, torch.tensor([.8, 2, 2]))
+
+
+def test_actor_loss_gepo_is_the_loop():
+    """The formula written out on plain probabilities, each the geometric mean over its tokens."""
+    logp, roll, _, mask = _actor_case(scale=.5)
+    group = torch.tensor([3, 3, 3, 3])
+    p, q = ([math.exp(x[i][mask[i]].mean()) for i in (0, 1, 3)] for x in (logp.detach(), roll))
+    expected = sum(x * x for x in q) / sum(q)
+    w = group_expectation_weight(logp, roll, group, mask)
+    want = torch.tensor([p[0], p[1], 0, p[2]], dtype=torch.float64) / expected
+    torch.testing.assert_close(w, want, atol=1e-12, rtol=0)
+    assert not w.requires_grad and w[2] == 0
+    order = torch.tensor([3, 0, 2, 1])
+    moved = group_expectation_weight(logp[order], roll[order], group, mask[order])
+    torch.testing.assert_close(moved, w[order])
+
+
+def test_actor_loss_gepo_has_no_underflow():
+    """Log-probs of −400 a token, where q² and q are 0 in float32, weigh as those of −1 do."""
+    near = torch.tensor([[-1., -1], [-1.5, -1], [-2, -1]])
+    ids, ones = torch.zeros(3, dtype=torch.long), torch.ones(3, 2)
+    want = group_expectation_weight(near + .1, near, ids, ones)
+    torch.testing.assert_close(group_expectation_weight(near - 398.9, near - 399, ids, ones), want,
+                               rtol=1e-3, atol=0)
+    far = group_expectation_weight(torch.zeros(3, 2), near - 399, ids, ones)
+    assert far.isfinite().all() and (far > 1e8).all()
+
+
+def test_actor_loss_other_methods_masked_slots_reach_nothing():
+    """NaN, inf in masked slots and a NaN reward of an empty row change nothing, any mask dtype."""
+    logp, old, advantage, keep = _actor_case()
+    reward, ids = torch.tensor([1., 1, torch.nan, -1]), torch.tensor([0, 1, 1, 0])
+    for bad in (math.nan, math.inf, -math.inf):
+        dirty = [torch.where(keep, x.detach(), bad) for x in (logp, old, advantage)]
+        x = dirty[0].requires_grad_()
+        for m in (keep, keep.float(), keep.to(torch.uint8)):
+            for clean, found in ((grpo_loss(logp, old, advantage, keep), grpo_loss(*dirty, m)),
+                                 (nll_loss(logp, reward, keep), nll_loss(x, reward, m))):
+                torch.testing.assert_close(clean, found, rtol=0, atol=0)
+                grads = torch.autograd.grad(clean[0], logp)[0], torch.autograd.grad(found[0], x)[0]
+                torch.testing.assert_close(*grads, rtol=0, atol=0)
+            weights = (group_expectation_weight(logp, old, ids, keep),
+                       group_expectation_weight(x, dirty[1], ids, m))
+            torch.testing.assert_close(*weights, rtol=0, atol=0)
+    none = torch.zeros_like(keep)
+    for loss, _ in (grpo_loss(logp, old, advantage, none), nll_loss(logp, reward, none)):
+        assert loss == 0 and not torch.autograd.grad(loss, logp)[0].any()
+    assert not group_expectation_weight(logp, old, ids, none).any()
+
+
+def test_actor_loss_other_methods_are_float32_under_autocast():
+    """bfloat16 log-probs give float32 results, inside autocast too."""
+    x = torch.full((2, 3), -1.5, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = (grpo_loss(x, x, x, x)[0], nll_loss(x, torch.ones(2), x)[0],
+                 group_expectation_weight(x, x, torch.zeros(2), x))
+    assert [y.dtype for y in found] == [torch.float32] * 3 and found[1] == 1.5
+
+
+def test_actor_loss_other_methods_refuse():
+    """Wrong shapes are named, and a count that is no single number."""
+    x = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"keep: .*\[2, 3\].*\[2\]"):
+        grpo_loss(x, x, x, torch.ones(2))
+    with pytest.raises(ValueError, match=r"n_responses.*\[2\]"):
+        grpo_loss(x, x, x, x, torch.ones(2))
+    with pytest.raises(ValueError, match=r"reward: .*\[2\].*\[2, 3\]"):
+        nll_loss(x, x, x)
+    with pytest.raises(ValueError, match=r"mask: .*\[2, 3\].*\[2\]"):
+        nll_loss(x, torch.ones(2), torch.ones(2))
+    with pytest.raises(ValueError, match=r"prompt_id: .*\[2\].*\[3\]"):
+        group_expectation_weight(x, x, torch.zeros(3), x)
+    with pytest.raises(ValueError, match=r"logp_roll: .*\[2, 3\].*\[2\]"):
+        group_expectation_weight(x, torch.ones(2), torch.ones(2), x)
+
+
 # ----------------------------------------------------------------------------------------- daps.py
 
 
@@ -1404,6 +1590,78 @@ def test_daps_refuses_bad_settings_and_states():
                  lambda: mixed_groups(torch.tensor([float("nan")]), torch.tensor([1]))):
         with pytest.raises(ValueError, match="found"):
             call()
+
+
+def test_daps_nearest_half_by_hand():
+    """V = .9, −.1, 0, .3, −2: nearest to p = ½ are 0, −.1, .3; of equals the first given."""
+    assert nearest_half(torch.tensor([.9, -.1, 0, .3, -2]), 3).tolist() == [2, 1, 3]
+    assert nearest_half(torch.tensor([.5, -.5, .5, 0.]), 3).tolist() == [3, 0, 1]
+    assert nearest_half(torch.tensor([5., -1, 1], dtype=torch.bfloat16), 3).tolist() == [0, 1, 2]
+    assert nearest_half(torch.zeros(0), 0).tolist() == []
+
+
+def test_daps_nearest_half_takes_what_daps_accepts_most():
+    """The n candidates of PCL are those of highest a: 4p(1 − p) falls with |p − ½|."""
+    v0 = torch.randperm(101, generator=torch.Generator().manual_seed(0)).double() / 50 - .993
+    a = accept_prob(success_from_value(v0))
+    assert nearest_half(v0, 30).tolist() == a.argsort(descending=True)[:30].tolist()
+
+
+def test_daps_greso_by_hand():
+    """p = ½: 1, ½, ¼ after no, one, two uniform groups; from 7 on the floor .01 holds."""
+    z = torch.tensor([0, 1, 2, 6, 7, 500])
+    assert greso_accept_prob(z).tolist() == [1, .5, .25, 2**-6, .01, .01]
+    assert greso_accept_prob(z[:2], 0., 0.).tolist() == [1, 0]
+
+
+def test_daps_uniform_streak():
+    """+1 after all right or all wrong, 0 after a mixed group, others and the input untouched."""
+    streak = torch.tensor([3, 4, 5, 6, 0])
+    reward = torch.tensor([1., -1, -1, 1, -1, 1, 1])
+    ids = torch.tensor([0, 1, 1, 3, 0, 4, 4])
+    assert uniform_streak(streak, reward, ids).tolist() == [0, 5, 5, 7, 1]
+    assert streak.tolist() == [3, 4, 5, 6, 0]
+    assert uniform_streak(streak, reward[:0], ids[:0]).tolist() == streak.tolist()
+
+
+def test_daps_accept_is_what_select_does():
+    """DAPS.select is accept on its acceptance, and the generator ends in the same state."""
+    v0 = torch.linspace(-1, 1, 40)
+    daps, one, two = _daps_on(40), *(torch.Generator().manual_seed(5) for _ in range(2))
+    ids = torch.arange(39, -1, -1)
+    picked = daps.select(ids, v0, 25, 0, one)
+    taken, drawn = accept(daps.acceptance(ids, v0, 0), 25, two)
+    assert picked.tolist() == ids[taken].tolist() and drawn.items() <= daps.report.items()
+    assert torch.equal(one.get_state(), two.get_state())
+
+
+def test_daps_accept_follows_greso():
+    """Few out of many: a prompt is taken in proportion to max(p^z, floor); 0 and 1 are certain."""
+    z = torch.arange(4).repeat(500)
+    counts, g = torch.zeros(4), torch.Generator().manual_seed(0)
+    for _ in range(400):
+        counts += torch.bincount(z[accept(greso_accept_prob(z), 20, g)[0]], minlength=4)
+    expected = counts.sum() * greso_accept_prob(torch.arange(4)) / 1.875
+    assert ((counts - expected) ** 2 / expected).sum() < 16.27  # the 0.1 % tail, 3 degrees
+    taken, drawn = accept(torch.tensor([0., 1, 0, 1]), 3, g)
+    assert set(taken[:2].tolist()) == {1, 3} and drawn == {"rounds": 10, "accepted": 2, "filled": 1}
+
+
+@pytest.mark.parametrize("call, says", [
+    (lambda g: nearest_half(torch.tensor([0., torch.nan]), 1), "v0 .* 1 NaN"),
+    (lambda g: nearest_half(torch.zeros(2, 2), 1), r"v0 .*\(2, 2\)"),
+    (lambda g: nearest_half(torch.zeros(2), 3), "n must be in 0 … 2"),
+    (lambda g: accept(torch.zeros(2), -1, g), "found -1"),
+    (lambda g: accept(torch.tensor([torch.nan]), 1, g), "a must .* 1 NaN"),
+    (lambda g: greso_accept_prob(torch.ones(2), 1.5), "found 1.5, 0.01"),
+    (lambda g: greso_accept_prob(torch.ones(2), floor=-.1), "found 0.5, -0.1"),
+    (lambda g: uniform_streak(torch.zeros(2), torch.ones(1), torch.tensor([2])), "found 2"),
+    (lambda g: uniform_streak(torch.zeros(2), torch.ones(1), torch.tensor([-1])), "found -1"),
+    (lambda g: uniform_streak(torch.zeros(2), torch.ones(2), torch.tensor([0])), "one shape")])
+def test_daps_other_selections_refuse(call, says):
+    """NaN, other shapes, strangers, numbers out of range and more than there are: one sentence."""
+    with pytest.raises(ValueError, match=says):
+        call(torch.Generator())
 
 
 # -------------------------------------------------------------------------------------- rollout.py
@@ -2612,7 +2870,7 @@ def test_pretrain_learns_and_holds_out_prompts(tmp_path, monkeypatch):
         final=1e-3,
         held_out=0.2,
         eval_every=20,
-        freeze=False,
+        freeze="none",
         split=True,
         progress=False,
     )
@@ -2694,6 +2952,114 @@ def test_pretrain_refuses(tmp_path):
     with pytest.raises(ValueError, match="epochs"):
         vp.pretrain(critic, pool, epochs=0, held_out=0, progress=False)
     assert all(p.requires_grad for p in critic.parameters())
+
+
+# ------------------------------------------------------- claims of critic.py and value_pretrain.py
+
+
+class _CountCritic(torch.nn.Module):
+    """V = how many real tokens the state has, divided by 10, minus 1: p̂ = tokens / 20."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens, attention):
+        return attention.long().cumsum(-1).float() / 10 - 1
+
+
+def _claims_pool(folder, rows) -> vp.TrajectoryPool:
+    """rows of (prompt tokens, response tokens, reward)."""
+    tokens, attention, mask, logp = rollout.pad_responses(
+        [[5] * p for p, _, _ in rows], [[6] * t for _, t, _ in rows],
+        [[0.0] * t for _, t, _ in rows], 0)
+    pool = vp.TrajectoryPool(folder)
+    pool.append(rollout.Batch(
+        tokens, attention, mask, torch.arange(len(rows)), torch.tensor([r for *_, r in rows]),
+        torch.zeros(len(rows), dtype=torch.bool), logp), 0)
+    return pool
+
+
+def _claims_critic() -> Critic:
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(0)
+    return Critic(LlamaModel(LlamaConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2)))
+
+
+def test_claims_calibration_by_hand(tmp_path):
+    """Prompts of 2 and 10 tokens say 0.1 and 0.5; 1 of 2 and 1 of 2 end right: error 0.4/2 + 0."""
+    pool = _claims_pool(tmp_path, [(2, 3, 1.0), (2, 1, -1.0), (10, 2, 1.0), (10, 2, -1.0)])
+    found = vp._on_pool(_CountCritic(), pool, np.arange(4))
+    assert [(b["n"], round(b["said"], 4), b["right"]) for b in found["bins"]] == [
+        (2, 0.1, 0.5), (2, 0.5, 0.5)]
+    assert found["calibration"] == pytest.approx(0.2, abs=1e-6)
+    V = np.array([-0.8, -0.7, -0.6, -0.8, 0.0, 0.1, 0.0, 0.1])
+    R = np.array([1, 1, 1, -1, 1, 1, -1, -1])
+    assert found["loss"] == pytest.approx(((V - R) ** 2).mean() / 2, abs=1e-6)
+    assert found["ev"] == pytest.approx(1 - np.var(R - V) / np.var(R), abs=1e-6)
+
+
+def test_claims_error_against_truth_by_hand():
+    """The value is read at each prefix's own last token, and p(1 − p)/(k − 1) is taken off."""
+    truth = {"ids": [[5] * 4, [5] * 10], "p": [0.2, 0.0]}  # p̂ is 0.2 and 0.5
+    expected = (0.0 - 0.2 * 0.8 / 7 + 0.25) / 2
+    assert vp._error(_CountCritic(), truth, 8) == pytest.approx(expected, abs=1e-6)
+
+
+def test_claims_clearly():
+    """A gap counts from two standard errors on; of one seed each, any gap does."""
+    assert vp._clearly([0.9, 0.91, 0.92], [0.8, 0.81, 0.79]) == "yes"
+    assert vp._clearly([0.8, 0.81, 0.79], [0.9, 0.91, 0.92]) == "no"
+    assert vp._clearly([0.9, 0.7, 0.8], [0.8, 0.6, 0.9]) == "within the noise"
+    assert vp._clearly([0.8], [0.7]) == "yes" and vp._clearly([0.7], [0.8]) == "no"
+
+
+@pytest.mark.parametrize("freeze", ["attention", "backbone", "none"])
+def test_claims_freeze_moves_only_the_rest(tmp_path, freeze):
+    """What freeze names stays bit for bit, all else moves, and all is trainable afterwards."""
+    pool = _claims_pool(tmp_path, [(2, 3, 1.0), (3, 2, -1.0), (4, 4, 1.0), (2, 5, -1.0)])
+    critic = _claims_critic()
+    before = {name: p.detach().clone() for name, p in critic.named_parameters()}
+    stats = vp.pretrain(critic, pool, batch_size=2, epochs=2, peak=1e-2, final=1e-2, held_out=0,
+                        freeze=freeze, progress=False)
+    still = {n for n, p in critic.named_parameters() if torch.equal(p, before[n])}
+    assert still == set(stats["frozen"])
+    assert ("head.weight" not in still and all(p.requires_grad for p in critic.parameters()))
+    backbone = {n for n in before if n.startswith("backbone.")}
+    attention = {n for n in backbone if "self_attn" in n}
+    assert still == {"attention": attention, "backbone": backbone, "none": set()}[freeze]
+
+
+def test_claims_freeze_unknown(tmp_path):
+    """Another word for freeze is one sentence, before any work."""
+    pool = _claims_pool(tmp_path, [(2, 3, 1.0), (3, 2, -1.0)])
+    with pytest.raises(ValueError, match="freeze: expected one of attention, backbone, none"):
+        vp.pretrain(_claims_critic(), pool, freeze="head", progress=False)
+
+
+def test_claims_demonstrations_in_any_tokenizer(tmp_path):
+    """Without wrong steps every demonstration is right, ends once, and has 2 tokens a step."""
+    rollout.task_tokenizer().save_pretrained(tmp_path / "model")
+    critic_file._demonstrate(str(tmp_path / "pool"), str(tmp_path / "model"), n=20, wrong=0.0)
+    pool = vp.TrajectoryPool.open(tmp_path / "pool")
+    assert (pool.index["reward"] == 1).all() and not pool.index["truncated"].any()
+    assert (pool.index["prompt_length"] == 6).all()
+    assert (pool.index["sampled"] % 2 == 1).all() and pool.index["sampled"].max() <= 15
+    critic_file._demonstrate(str(tmp_path / "noisy"), str(tmp_path / "model"), n=20, wrong=1.0)
+    assert vp.TrajectoryPool.open(tmp_path / "noisy").index["reward"].mean() < 0
+
+
+def test_claims_settings_of_another_run(tmp_path):
+    """A folder made with other settings is not mixed with these; with the same it goes on."""
+    args = dict(out=str(tmp_path / "c"), size=8, steps=2, lr=1e-4, critic_lr=5e-4, strong="",
+                prefixes=4, continuations=2, seeds=1)
+    vp._check_settings(argparse.Namespace(**args))
+    vp._check_settings(argparse.Namespace(**args | {"seeds": 3}))
+    with pytest.raises(ValueError, match="--out: expected"):
+        vp._check_settings(argparse.Namespace(**args | {"size": 16}))
 
 
 # ---------------------------------------------------------------------------------------- genac.py
@@ -3252,6 +3618,10 @@ def test_train_one_run_of_every_stage(go):
 
 @pytest.mark.parametrize("flags", [
     "--method grpo-x --k 4", "--method reinforce++", "--k 4", "--loss ppo-clip --selection uniform",
+    "--method s3ac-v0", "--method grpo --k 4", "--method rloo --k 4", "--method flash-reinforce",
+    "--method ppo", "--method vc-ppo", "--method vapo --k 4", "--method vine-ppo --vine-k 2",
+    "--method sao", "--method spo", "--method evpo", "--method asyppo --k 4", "--selection pcl",
+    "--method grpo-x --k 4 --selection greso --gepo",
     "--loss dis --rollout-dtype bfloat16", "--sampler generate_batch", "--compute-dtype bfloat16",
     "--critic-clip-split"])
 def test_train_methods_and_options_run(go, flags):
@@ -3284,11 +3654,12 @@ def test_train_scores_do_not_depend_on_padding(base, monkeypatch):
     run = _run(base, monkeypatch)
     batch, _ = train.rollout_batch(run, train.generator(0, "train", 0))
     logp, entropy, value = train.score(run, batch)
+    value = value[0]  # of the only critic
     for i in range(len(batch.mask)):
         alone = take(batch, torch.tensor([i]))
         T = alone.mask.shape[1]
         for whole, one in zip((logp, entropy, value), train.score(run, alone)):
-            assert torch.allclose(whole[i, :T], one[0], atol=1e-5)
+            assert torch.allclose(whole[i, :T], one.view(-1, T)[0], atol=1e-5)
     assert (logp[~batch.mask] == 0).all() and (logp[batch.mask] < 0).all()
 
 
@@ -3298,7 +3669,7 @@ def test_train_interleaved_conversation(base, monkeypatch):
     run = _run(base, monkeypatch)
     batch, _ = train.rollout_batch(run, train.generator(0, "train", 0))
     batch.mask[:, 1:3] = False
-    batch.logp_old, _, batch.value = train.score(run, batch)
+    batch.logp_old, _, (batch.value,) = train.score(run, batch)
     batch.advantage = train.ADVANTAGES["gae"](batch, run.cfg)
     batch.keep = batch.mask
     for field_ in ("logp_roll", "logp_old", "value", "advantage"):
@@ -3538,7 +3909,7 @@ def test_train_a_method_is_one_row(go, monkeypatch):
     """A new row and one function: advantage R on every token, no baseline."""
     monkeypatch.setitem(train.ADVANTAGES, "return", lambda b, cfg: b.mask * b.reward[:, None])
     monkeypatch.setitem(train.METHODS, "reinforce",
-                        train.Method("none", "return", "cispo", "uniform", 1))
+                        train.Method("none", "none", "return", "cispo"))
     assert go("--steps 1 --out r --method reinforce") == 0
 
 
@@ -3709,7 +4080,7 @@ def _updates(run, folder):
     assert abs(vp.held_out_ev(run.critic, pool, rows, **how)) < 1
     for opt in (run.actor_opt, run.critic_opt):  # Adam divides by tiny numbers: compare SGD
         opt.step = torch.optim.SGD(opt.param_groups[0]["params"], 0.1).step
-    batch.logp_old, entropy, batch.value = train.score(run, batch)
+    batch.logp_old, entropy, (batch.value,) = train.score(run, batch)
     batch.advantage, batch.keep = train.ADVANTAGES["gae"](batch, run.cfg), batch.mask
     rng = torch.Generator().manual_seed(0)
     metrics = train.update_critic(run, batch, rng) | train.update_actor(run, batch, rng)
@@ -3861,6 +4232,301 @@ def test_train_token_budget_keeps_padding_low(base, monkeypatch):
     padded = sum(part.tokens.numel() for part in parts)
     assert 1 - attention.sum() / padded < 0.15
     assert all(part.tokens.numel() <= 2048 or len(part.mask) == 1 for part in parts)
+
+
+# ------------------------------------------------------------------ train.py: methods and claims
+
+
+def _scored(run):
+    """A rollout batch with its scores, and the critics' values."""
+    batch, _ = train.rollout_batch(run, train.generator(0, "train", 0))
+    batch.logp_old, _, V = train.score(run, batch)
+    return batch, V
+
+
+def _hand_batch(value, reward, mask=None, prompt_id=None):
+    """A Batch with nothing but what an advantage reads."""
+    value, reward = torch.tensor(value), torch.tensor(reward)
+    mask = torch.ones_like(value).bool() if mask is None else torch.tensor(mask).bool()
+    ids = torch.arange(len(value)) if prompt_id is None else torch.tensor(prompt_id)
+    zero = torch.zeros_like(value)
+    return rollout.Batch(zero.long(), mask, mask, ids, reward, ~mask.any(1), zero, logp_old=zero,
+                         value=value)
+
+
+def test_train_prompt_baseline_by_hand():
+    """s3ac-v0: R − V(s_0) on every token, 0 where masked."""
+    b = _hand_batch([[0.5, 9.0], [-0.2, 7.0]], [1.0, -1.0], [[1, 1], [1, 0]])
+    A = train.ADVANTAGES["v0"](b, train.Config())
+    assert torch.allclose(A, torch.tensor([[0.5, 0.5], [-0.8, 0.0]]))
+
+
+def test_train_vine_by_hand():
+    """Â of a step is V(s') − V(s), of the last R − V(s); the value stands at each of its tokens."""
+    b = _hand_batch([[0.2, 0.2, 0.6, 0.6]], [1.0])
+    b.starts = torch.tensor([[True, False, True, False]])
+    A = train.ADVANTAGES["vine"](b, train.Config())
+    assert torch.allclose(A, torch.tensor([[0.4, 0.4, 0.4, 0.4]]))
+    b.reward = torch.tensor([-1.0])
+    assert torch.allclose(train.ADVANTAGES["vine"](b, None), torch.tensor([[0.4, 0.4, -1.6, -1.6]]))
+
+
+def test_train_segments_with_one_token_each_are_gae():
+    """genac: where every token starts a segment its advantage is PPO's."""
+    b = _hand_batch(torch.randn(3, 5).tolist(), [1.0, -1.0, 1.0])
+    b.starts = b.mask
+    A = train.ADVANTAGES["segments"](b, None)
+    assert torch.allclose(A, train.ADVANTAGES["gae-0.95"](b, None))
+
+
+def test_train_evpo_takes_the_critic_only_where_it_explains():
+    """EV > 0: R − V(s_t). EV ≤ 0: the mean of the batch, or of the group where there is one."""
+    R = [1.0, -1.0]
+    good = _hand_batch([[0.5, 0.5], [-0.5, -0.5]], R)
+    assert torch.allclose(train.evpo_advantage(good), torch.tensor([[0.5, 0.5], [-0.5, -0.5]]))
+    bad = _hand_batch([[-0.5, -0.5], [0.5, 0.5]], R)
+    assert torch.allclose(train.evpo_advantage(bad), torch.tensor([[1.0, 1.0], [-1.0, -1.0]]))
+    group = _hand_batch([[-1.0]] * 2 + [[1.0]] * 2, [1.0, 1.0, 1.0, -1.0], prompt_id=[0, 0, 1, 1])
+    assert train.evpo_advantage(group)[:, 0].tolist() == [0, 0, 1, -1]
+
+
+def test_train_agreeing_states_have_no_advantage():
+    """asyppo: the fifth of the states with the least disagreement has advantage 0, no other."""
+    b = _hand_batch(torch.randn(2, 10).tolist(), [1.0, -1.0])
+    b.value_std = torch.arange(1.0, 21.0).view(2, 10)
+    A, whole = train.agreement_advantage(b), train.ADVANTAGES["gae-0.95"](b, None)
+    assert (A[0, :4] == 0).all() and torch.equal(A.flatten()[4:], whole.flatten()[4:])
+
+
+def test_train_two_critics_learn_from_disjoint_responses(base, monkeypatch):
+    """asyppo: each critic sees every second response; V is their mean."""
+    run = _run(base, monkeypatch, "--method", "asyppo", "--k", "4")
+    train.prepare_critic(run)
+    batch, V = _scored(run)
+    assert len(V) == 2 and not torch.equal(V[0], V[1])  # heads drawn apart
+    batch.value, found = train.VALUES["critics"](run, batch, V, None)
+    assert torch.allclose(batch.value, V.mean(0)) and found["critic/disagreement"] > 0
+    seen = []
+    monkeypatch.setattr(train, "fit_critic", lambda run, critic, opt, b, rng: seen.append(b) or {})
+    train.update_critic(run, batch, None)
+    assert [len(b.reward) for b in seen] == [8, 8]
+    assert all(b.prompt_id.bincount()[b.prompt_id].eq(2).all() for b in seen)  # half of each group
+
+
+def test_train_tracker_is_read_before_the_batch_counts(base, monkeypatch):
+    """spo: the first value of a prompt is even odds, its own outcome moves only the next one."""
+    run = _run(base, monkeypatch, "--method", "spo")
+    batch, V = _scored(run)
+    value, _ = train.VALUES["tracker"](run, batch, V, None)
+    assert (value == 0).all()  # 2 · ½ − 1
+    again, _ = train.VALUES["tracker"](run, batch, V, None)
+    S = batch.reward > 0
+    assert torch.allclose(again[:, 0], torch.where(S, 1 / 3, -1 / 3))  # Beta(2, 1): p = 2/3
+    assert (again[~batch.mask] == 0).all()
+
+
+def test_train_monte_carlo_of_a_policy_without_chance(base, monkeypatch):
+    """At temperature → 0 each continuation is the response itself: p is 0 or 1, its own outcome."""
+    run = _run(base, monkeypatch, "--method", "vine-ppo", "--vine-k", "2", "--temperature", "1e-4")
+    batch, V = _scored(run)
+    value, found = train.VALUES["vine"](run, batch, V, train.generator(0, "train", 1))
+    assert torch.equal(value, batch.mask * batch.reward[:, None])
+    assert found["vine/continuations"] == 2 * int(batch.starts.sum())
+    assert batch.starts[:, 0].all() and (batch.starts.sum(1) <= 16).all()
+
+
+def test_train_vapo_adds_a_tenth_of_the_likelihood_of_right_responses(base, monkeypatch):
+    """loss = clipped surrogate with ε 0.2/0.28 + 0.1 · NLL, which knows right responses alone."""
+    run = _run(base, monkeypatch, "--method", "vapo", "--k", "4")
+    batch, _ = _scored(run)
+    batch.advantage, batch.keep = torch.randn(batch.mask.shape), batch.mask
+    logp = (batch.logp_old + 0.3).requires_grad_()
+    right = (batch.mask & (batch.reward > 0)[:, None]).sum()
+    n = train.Counts(batch.mask.sum(), None, right)
+    loss, stats = train.LOSSES["vapo"](logp, batch, n, run.cfg)
+    clipped, _ = ppo_clip_loss(logp, batch.logp_old, batch.advantage, batch.mask, eps_high=0.28)
+    nll = -logp[batch.mask & (batch.reward > 0)[:, None]].mean()
+    assert torch.allclose(loss, clipped + 0.1 * nll) and stats["nll"][1] == right
+
+
+def test_train_selection_by_a_critic_or_by_history(base, monkeypatch):
+    """pcl: the candidates nearest V = 0. greso: a prompt with many uniform groups hardly comes."""
+    run = _run(base, monkeypatch, "--selection", "pcl")
+    ids, rng = torch.arange(40), train.generator(0, "train", 0)
+    chosen, _ = train.select(run, ids, 10, rng)
+    V = train.initial_values(run, ids).abs()
+    assert set(chosen.tolist()) == set(V.argsort()[:10].tolist())
+    run = _run(base, monkeypatch, "--method", "grpo-x", "--k", "4", "--selection", "greso")
+    run.streak[20:40] = 50
+    chosen, _ = train.select(run, ids, 10, rng)
+    assert (chosen < 20).sum() >= 8 and len(set(chosen.tolist())) == 10
+
+
+def test_train_gepo_is_one_where_sampler_and_trainer_agree(base, monkeypatch):
+    """A group of equal probabilities has weight 1; off by default; with another method an error."""
+    b = _hand_batch([[0.0]] * 4, [1.0, -1.0, 1.0, -1.0], prompt_id=[0, 0, 1, 1])
+    cfg = train.Config(gepo=True)
+    plain = train.ADVANTAGES["group"](b, train.Config())
+    assert torch.allclose(train.ADVANTAGES["group"](b, cfg), plain)
+    b.logp_old = b.logp_old + torch.tensor([[0.0], [1.0], [0.0], [0.0]])
+    ratio = train.ADVANTAGES["group"](b, cfg) / plain
+    assert torch.allclose(ratio[:, 0], torch.tensor([1, math.e, 1, 1]))
+    with pytest.raises(ValueError, match="--gepo: expected a method with group advantages"):
+        train.check(train.parse("--gepo --method s3ac".split())[0])
+
+
+def test_train_initial_pool_has_one_policy(go):
+    """--pretrain initial: as many trajectories as for coverage, all of the initial policy at 1."""
+    temperatures = ("--pool-temperatures", "1.0,0.5")
+    assert go("--steps 1 --out a --method vc-ppo", *temperatures) == 0
+    assert go("--steps 1 --out b --method s3ac", *temperatures) == 0
+    initial, coverage = (vp.TrajectoryPool.open(f"{x}/pool").index["policy"] for x in "ab")
+    assert set(initial) == {0} and set(coverage) == {0, 1} and len(initial) == len(coverage) == 32
+    assert go("--steps 1 --out c --method s3ac --pretrain none") == 0
+    assert not os.path.exists("c/pool")
+
+
+@pytest.mark.parametrize("flags", [
+    "--method genac", "--method asyppo --k 4", "--method grpo-x --k 4 --selection greso",
+    "--method spo"])
+def test_train_every_state_of_a_method_is_resumed(go, base, flags):
+    """Second critic, generative critic, streaks, tracker: one step and one resumed are two steps."""
+    flags += f" --critic {base}" if "genac" in flags else ""
+    assert go("--steps 2 --out whole " + flags) == 0
+    assert go("--steps 1 --out parts " + flags) == 0
+    assert train.main("--resume parts --steps 2".split()) == 0
+    whole, parts = _last_state("whole")[0], _last_state("parts")[0]
+    assert _equal(whole, parts)
+    for name, x in _last_state("whole")[1].items():
+        assert x == _last_state("parts")[1][name], name
+
+
+def test_train_generative_critic_without_words(go, base, monkeypatch):
+    """genac: a critic that says nothing parsable stands at the running success rate, is counted,
+    and five batches of that are the end, with a sentence."""
+    seen = []
+    describe = train.describe
+    monkeypatch.setattr(train, "describe", lambda run, b, e: seen.append(b) or describe(run, b, e))
+    assert go(f"--steps 1 --out r --method genac --critic {base}") == 0
+    row, batch = _metrics("r")[1], seen[0]
+    assert row["genac/unparsable"] == 1 and row["genac/states"] == int(batch.starts.sum())
+    rate = (batch.reward > 0).float().mean()
+    assert torch.allclose(batch.value, torch.where(batch.mask, 2 * rate - 1, 0.0))
+    assert go(f"--steps 9 --out s --method genac --critic {base}") == 1
+    assert train.checkpoints("s")
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--method asyppo --critic .", "two critics, separated by a comma"),
+    ("--method genac", "--critic: expected the folder of a language model that gives scores"),
+    ("--method rloo --k 1", "expected 2 or more for the groups of rloo"),
+    ("--selection greso", "groups of s3ac with greso"),
+    ("--method grpo --selection pcl", "no critic that could tell difficulty; found pcl"),
+])
+def test_train_method_errors(go, capsys, flags, message):
+    """What does not fit a method is one sentence, before any model is loaded."""
+    assert go("--steps 1 --out r " + flags) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_train_comparison_runs_once_and_goes_on(go, monkeypatch, capsys):
+    """A table over seeds, its JSON; a second start redoes nothing, a cut run is resumed."""
+    class Done:
+        returncode, poll = 0, lambda self: 0
+
+    started = []
+
+    def launch(flags, folder, name, workers):
+        """The run in this process."""
+        path = os.path.join(folder, name)
+        how = ["--resume", path] if train.checkpoints(path) else [*flags, "--out", path]
+        started.append(name)
+        tiny = [] if "--resume" in how else TINY
+        assert train.main([*tiny, *how]) == 0
+        with open(path + ".log", "w") as file:
+            file.write("done")
+        return Done()
+
+    monkeypatch.setattr(train, "launch", launch)
+    monkeypatch.setattr(train, "COMPARISONS", {"single": ("--method s3ac", "--method reinforce++")})
+    how = ("--compare single --seeds 2 --lrs 1e-3,1e-4 --steps 1 --rollout-batch 16").split()
+    assert train.main(how) == 0
+    said = capsys.readouterr().out
+    with open("runs/compare/single.json") as file:
+        found = json.load(file)
+    row = found["arms"]["--method s3ac"]
+    assert len(row["success"]) == 2 and row["lr"] in found["grid"] and row["paper"] == 80.9
+    assert set(row["tuning"]) == {"1e-3", "1e-4"} and 0 <= row["medium"][0] <= 1
+    assert f"| s3ac | {row['lr']} | {train.spread(row['success'])} |" in said
+    assert len(started) == len(set(started)) == 3 + 4 + 4  # critics, grid, seeds
+    os.remove("runs/compare/reinforce++-lr1e-3-s0/result.json")  # as if it had been cut
+    assert train.main(how) == 0 and started[11:] == ["reinforce++-lr1e-3-s0"]
+
+
+def test_train_share_of_medium_prompts_by_hand(monkeypatch):
+    """0.2 < p ≤ 0.8, p by number of steps in the batches around: one length at ½, one at 1."""
+    problems = [rollout.Problem("3+7@a=", ""), rollout.Problem("3+7@b=", "")]
+    monkeypatch.setattr(rollout, "task_problems", lambda: problems)
+    step = {"prompts/sampled": [0, 0, 1, 1], "prompts/right": [1, 0, 1, 1],
+            "prompts/trained": [0, 0, 1]}
+    assert train.medium_share([step]) == pytest.approx(2 / 3)
+    later = {"prompts/sampled": [1] * 2, "prompts/right": [0] * 2, "prompts/trained": [1]}
+    assert train.medium_share([step, later], window=1) == 1.0  # now length b stands at ½ too
+
+
+def test_train_stopped_run_has_a_result(tmp_path):
+    """A run that ended by itself with status 1 counts, with its reason; any other end is an error.
+    """
+    os.makedirs(tmp_path / "a")
+    (tmp_path / "a.log").write_text("step 3\nstopped: nothing to learn from\n")
+    (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1, "rollout/success": 0.25}\n')
+    train.settle(str(tmp_path), "a", 1)
+    found = train.outcome(str(tmp_path / "a"))
+    assert found["stopped"] == "stopped: nothing to learn from" and train.success(found) == 0.25
+    with pytest.raises(RuntimeError, match="a ended with status 2"):
+        train.settle(str(tmp_path), "a", 2)
+
+
+def test_train_spread_by_hand():
+    """Mean and sample standard deviation; one value has no spread."""
+    assert train.spread([0.1, 0.3]) == "0.200 ± 0.141" and train.spread([0.25]) == "0.250"
+
+
+@pytest.mark.parametrize("text, at", [
+    ("a0b7c4", None), ("a0b8c4", 3), ("a1", 1), ("", None), ("aGb7", 1), ("a0b7cx", 5)])
+def test_train_first_error(text, at):
+    """`3+7@c=`: the place of the first digit that is not the chain's."""
+    assert train.first_error("3+7@c=", text) == at
+
+
+def test_train_best_of_n_by_hand(base, monkeypatch, capsys):
+    """Two problems, two responses each: by last V both right, by least V one, pass@2 both."""
+    run = _run(base, monkeypatch)
+    run.cfg.verifier = "chain"
+    tokens = torch.tensor(run.tokenizer(["a1", "a2", "b1", "b2"]).input_ids)
+    b = _hand_batch([[0.1, 0.9], [0.2, 0.3], [0.0, 0.1], [0.4, 0.8]], [1.0, -1.0, -1.0, 1.0],
+                    prompt_id=[0, 0, 1, 1])
+    b.tokens = tokens
+    found = train.best_of_n(run, b, 2)["2"]
+    assert found == {"random": 0.5, "last V": 1.0, "least V": 0.5, "majority": 0.5, "pass@n": 1.0}
+
+
+def test_train_shows_the_values_of_a_run(go, capsys):
+    """--show-values: responses piece by piece, long failures, error to the truth, best of n."""
+    assert go("--steps 1 --out r") == 0
+    assert train.main("--show-values r".split()) == 0
+    said = capsys.readouterr().out
+    assert "V(s_t)" in said and "long failures" in said and "pass@n" in said
+    with open("r/values.json") as file:
+        found = json.load(file)
+    assert set(found) == {"long failures", "truth", "best of n"} and found["best of n"]["16"]
+    assert train.main("--show-values nowhere".split()) == 2
+
+
+def test_train_plot_needs_matplotlib(go, monkeypatch, capsys):
+    """--plot says which package is missing."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert train.main(["--plot"]) == 2 and "pip install matplotlib" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------ the project

@@ -26,6 +26,8 @@ multimodal data.
     python train.py --model DIR --data problems.jsonl        your model, your problems
     torchrun --nproc_per_node 8 train.py --model …           the same, sharded
     python train.py --resume runs/…                          goes on where it stopped
+    python train.py --compare single group …                 methods side by side, over seeds
+    python train.py --show-values runs/…                     V(s_t) along responses, and its error
     python train.py --help                                   every field of Config is a flag
 """
 
@@ -41,10 +43,11 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -62,13 +65,20 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import genac
 import rollout
 from actor_loss import (
-    cispo_loss, dis_loss, linear_entropy, linear_token_logp, mismatch_mask, ppo_clip_loss,
+    cispo_loss, dis_loss, flash_reinforce_loss, group_expectation_weight, grpo_loss, linear_entropy,
+    linear_token_logp, mismatch_mask, nll_loss, ppo_clip_loss,
 )
 from critic import HEAD_FILE, Critic, clip_critic_grad_, explained_variance, value_loss
-from daps import DAPS, mixed_groups
-from gae import adaptive_lambda, batch_advantage, gae, group_advantage
+from daps import (
+    DAPS, accept, fuse, greso_accept_prob, mixed_groups, nearest_half, uniform_streak,
+)
+from gae import (
+    adaptive_lambda, batch_advantage, flash_reinforce_advantage, gae, group_advantage,
+    leave_one_out_advantage, vine_advantage,
+)
 from rollout import Batch, collect, concatenate, length_groups, positions, response, take
 from value_pretrain import TrajectoryPool, coverage_table, format_coverage, pretrain
 
@@ -119,6 +129,9 @@ class Config:
         "added to each prompt",
     )
     filter_rounds: int = flag(10, "rounds of replacing uniform groups (k > 1)")  # assumption
+    delimiter: str = flag("", "text after which a step may end (vine-ppo, genac); empty: steps of "
+                              "a sixteenth of max_response")
+    vine_k: int = flag(9, "continuations per step's start (vine-ppo)")
     # actor
     loss: str = flag("", "cispo, ppo-clip or dis; empty: the method's own")
     lr: float = flag(1e-6, "learning rate")
@@ -127,29 +140,39 @@ class Config:
     alpha: float = flag(1.5, "α in λ = 1 − 1/(αT)")
     eps_low: float = flag(0.0, "ratio clipped at 1 − this; 0: the loss's own, 0.2 for CISPO")
     eps_high: float = flag(0.0, "ratio clipped at 1 + this; 0: the loss's own, 0.28 for CISPO")
+    gepo: bool = flag(False, "weigh responses by GEPO's group expectation (grpo-x, grpo)")
     token_low: float = flag(0.5, "IcePoP: least π_old/μ of a token")
     token_high: float = flag(5.0, "IcePoP: largest π_old/μ of a token")
     response_high: float = flag(5.0, "MIS: largest π_old/μ in a response")
     weight_decay: float = flag(0.01, "AdamW, both models")  # assumption: not stated
     # critic
-    critic: str = flag("", "folder of a pretrained critic; empty: pretrain one")
+    critic: str = flag("", "folder of a pretrained critic (asyppo: two, separated by a comma; "
+                           "genac: a language model that gives scores); empty: pretrain one")
     critic_lr: float = flag(5e-6, "learning rate")
     critic_epochs: int = flag(2, "epochs over a rollout batch")
     critic_clip_norm: float = flag(10.0, "gradient norm limit, in pretraining too")
     critic_clip_split: bool = flag(False, "clip head and backbone each by its own norm")
     value_clip: float = flag(0.5, "range of the clipped value loss; 0: off")  # assumption
+    reply: int = flag(1024, "longest reply of a generative critic in tokens")
+    context: int = flag(4096, "a generative critic's prompt and reply together, in tokens")
     # value pretraining
+    pretrain: str = flag("", "how a critic starts: on a coverage pool, on the initial policy's "
+                             "responses, not at all; empty: the method's own",
+                         "", "coverage", "initial", "none")
     pool: str = flag("", "folder of an existing trajectory pool; empty: sample one")
     pool_models: str = flag("", "more policies for the pool: folders, separated by commas")
     pool_temperatures: str = flag("1.0,0.8,0.6", "strengths of each policy, separated by commas")
     pool_size: int = flag(4096, "trajectories per policy and temperature")
+    pretrain_freeze: str = flag("attention", "what stays as it is: attention, all but the head "
+                                             "(backbone), nothing", "attention", "backbone", "none")
     pretrain_size: int = flag(0, "trajectories drawn from the pool for coverage; 0: all of it")
     pretrain_epochs: int = flag(2, "epochs")
     pretrain_batch: int = flag(256, "trajectories per step")  # assumption: not known
     pretrain_lr: float = flag(1e-5, "learning rate at its peak")
     pretrain_lr_final: float = flag(5e-6, "learning rate at the end")
     # prompt selection
-    selection: str = flag("", "of prompts; empty: the method's own", "", "uniform", "daps")
+    selection: str = flag("", "of prompts; empty: the method's own",
+                          "", "uniform", "daps", "pcl", "greso")
     candidates: int = flag(4, "candidate prompts per prompt needed")  # assumption: not stated
     a_min: float = flag(0.1, "least acceptance, 0.1–0.3 in the paper")
     n_c: float = flag(3.0, "weight of the critic's estimate, in trials")
@@ -173,7 +196,7 @@ PRESETS = {
         steps=80, rollout_batch=256, max_prompt=16, max_response=64, max_rows=256,
         verifier="chain", instruction="", lr=5e-5, critic_lr=2.5e-4, pool_size=5120,
         pretrain_size=10240, pretrain_lr=1e-3, pretrain_lr_final=1e-4, pretrain_batch=32,
-        daps_uniform=10, daps_ramp=20, eval_problems=400, eval_k=4,
+        daps_uniform=10, daps_ramp=20, eval_problems=400, eval_k=4, vine_k=4, reply=96, context=256,
     ),
     # the paper's public settings; one 8-GPU node
     "qwen2.5-math-1.5b": dict(
@@ -189,38 +212,137 @@ PRESETS = {
 
 
 class Method(NamedTuple):
-    """The columns in which methods differ; --k, --loss and --selection replace one of them."""
+    """The columns in which methods differ; a flag of the same name replaces the one it names."""
 
-    value: str  # critic | none
-    advantage: str  # gae | group | batch
-    loss: str  # cispo | ppo-clip | dis
-    selection: str  # daps | uniform
-    k: int  # responses per prompt
+    value: str  # critic | critics | vine | tracker | generative | none: VALUES
+    pretrain: str  # how a critic starts: coverage | initial | none
+    advantage: str  # ADVANTAGES
+    loss: str  # LOSSES
+    selection: str = "uniform"  # uniform | daps | pcl | greso
+    k: int = 1  # responses per prompt
+    filter: bool = False  # replace groups that are all right or all wrong (DAPO)
 
 
+# All rows share sampler, masks, optimizer and one epoch of mini-batches; none has a KL term.
 METHODS = {
-    "s3ac": Method("critic", "gae", "cispo", "daps", 1),
-    # GRPO (Shao et al. 2024, 2402.03300) with S3AC's loss, masks and group filter
-    "grpo-x": Method("none", "group", "cispo", "uniform", 8),
-    # REINFORCE++ (Hu 2025, 2501.03262): returns whitened over all tokens of the batch
-    "reinforce++": Method("none", "batch", "cispo", "uniform", 1),
+    # Shen et al. 2026: token advantages, coverage pretraining, selection by difficulty
+    "s3ac": Method("critic", "coverage", "gae", "cispo", "daps", filter=True),
+    # the same without token-level credit: the prompt's baseline R − V(s_0) on every token
+    "s3ac-v0": Method("critic", "coverage", "v0", "cispo", "daps", filter=True),
+    # Shao et al. 2024, 2402.03300: a group's mean is the baseline, its std the scale, no critic;
+    # each response's tokens are averaged first
+    "grpo": Method("none", "none", "group", "grpo", k=8),
+    # GRPO's advantage with S3AC's loss and DAPO's group filter
+    "grpo-x": Method("none", "none", "group", "cispo", k=8, filter=True),
+    # Ahmadian et al. 2024, 2402.14740: the mean of the other responses is the baseline, no std
+    "rloo": Method("none", "none", "leave-one-out", "ppo-clip", k=8),
+    # Hu 2025, 2501.03262: returns whitened over all tokens of the batch, so K = 1 will do
+    "reinforce++": Method("none", "none", "batch", "cispo"),
+    # Hu, Zhang et al. 2026: batch mean, no std; unclipped ratio to the sampler, whole responses
+    # gated by their mean Bernoulli KL; each response's tokens are averaged first
+    "flash-reinforce": Method("none", "none", "flash", "flash"),
+    # Schulman et al. 2017, 1707.06347: a critic that starts with the policy, λ = 0.95
+    "ppo": Method("critic", "none", "gae-0.95", "ppo-clip"),
+    # Yuan et al. 2025, 2503.01491: the critic pretrained on the initial policy, fitted with λ = 1
+    "vc-ppo": Method("critic", "initial", "gae-0.95", "ppo-clip"),
+    # Yue et al. 2025, 2504.05118: λ by length with α = 0.05, ε 0.2/0.28, NLL of right responses
+    "vapo": Method("critic", "initial", "gae-vapo", "vapo", k=8),
+    # Kazemnejad et al. 2024, 2410.01679: a step's value is the mean of k continuations, no critic
+    "vine-ppo": Method("vine", "none", "vine", "ppo-clip"),
+    # Hou, Li et al. 2026, 2607.07508: S3AC's advantage, the ratio to the sampler must be in a range
+    "sao": Method("critic", "initial", "gae", "dis"),
+    # Xu et al. 2025, 2509.13232: the baseline is a Beta tracker of each prompt's outcomes
+    "spo": Method("tracker", "none", "tracker", "ppo-clip"),
+    # Pan et al. 2026, 2604.19485: the critic's baseline only while it explains something
+    "evpo": Method("critic", "none", "evpo", "ppo-clip"),  # assumption: no pretraining
+    # Liu et al. 2025, 2510.01656: two critics, no advantage on the states where they agree most
+    "asyppo": Method("critics", "initial", "agree", "ppo-clip", k=8),  # assumption: pretrained
+    # GenAC 2026, 2604.10701: the critic says in words what it expects, at segment starts
+    "genac": Method("generative", "none", "segments", "ppo-clip"),
 }
 
 ADVANTAGES = {
     "gae": lambda b, cfg: gae(
         b.value, b.reward, b.mask, adaptive_lambda(b.mask.sum(-1), cfg.alpha)),
-    "group": lambda b, cfg: group_advantage(b.reward, b.prompt_id, b.mask),
+    "gae-0.95": lambda b, cfg: gae(b.value, b.reward, b.mask, 0.95),
+    "gae-vapo": lambda b, cfg: gae(
+        b.value, b.reward, b.mask, adaptive_lambda(b.mask.sum(-1), 0.05)),
+    "v0": lambda b, cfg: torch.where(b.mask, (b.reward - b.value[:, 0])[:, None], 0.0),
+    "group": lambda b, cfg: group_advantage(b.reward, b.prompt_id, b.mask) * gepo_weight(b, cfg),
+    "leave-one-out": lambda b, cfg: leave_one_out_advantage(b.reward, b.prompt_id, b.mask),
     "batch": lambda b, cfg: batch_advantage(b.reward, b.mask),
+    "flash": lambda b, cfg: flash_reinforce_advantage(b.reward, b.mask),
+    "vine": lambda b, cfg: vine_advantage(*by_step(b), b.reward, b.mask),
+    "tracker": lambda b, cfg: batch_advantage(b.reward - b.value[:, 0], b.mask),  # whiten(R − v̂)
+    "evpo": lambda b, cfg: evpo_advantage(b),
+    "agree": lambda b, cfg: agreement_advantage(b),
+    # assumption: λ = 0.95 from segment to segment, as PPO's; the paper's is not known
+    "segments": lambda b, cfg: genac.spread(
+        gae(b.value, b.reward, b.starts, 0.95), b.starts, b.mask),
 }
+
+
+def gepo_weight(b: Batch, cfg: Config) -> Tensor | float:
+    """GEPO's weight of each response [B, 1], where it is asked for."""
+    if not cfg.gepo:
+        return 1.0
+    # assumption: it stands for sampler → trainer; the mini-batches' own ratio stays the loss's
+    return group_expectation_weight(b.logp_old, b.logp_roll, b.prompt_id, b.mask)[:, None]
+
+
+def by_step(b: Batch) -> tuple[Tensor, Tensor]:
+    """step_value [B, N] and step_id [B, T] out of values that are constant within a step."""
+    step_id = (b.starts.cumsum(1) - 1).clamp_min(0)
+    step_value = b.value.new_zeros(len(b.mask), int(step_id.max()) + 1)
+    return step_value.scatter_add_(1, step_id, torch.where(b.starts, b.value, 0.0)), step_id
+
+
+def evpo_advantage(b: Batch) -> Tensor:
+    """The critic's baseline where it explains anything, EV > 0, else the batch's or group's mean
+    (EVPO, 2604.19485)."""
+    if explained_variance(b.value, b.reward, b.mask) > 0:
+        return gae(b.value, b.reward, b.mask, 1.0)  # assumption: λ = 1, so R − V(s_t)
+    if len(b.prompt_id.unique()) < len(b.prompt_id):
+        return group_advantage(b.reward, b.prompt_id, b.mask, divide_std=False)
+    return flash_reinforce_advantage(b.reward, b.mask)
+
+
+def agreement_advantage(b: Batch, share: float = 0.2) -> Tensor:
+    """GAE, but 0 on the share of states where two critics agree most (AsyPPO, 2510.01656)."""
+    bound = torch.quantile(b.value_std[b.mask].float(), share)
+    A = gae(b.value, b.reward, b.mask, 0.95)  # assumption: λ = 0.95
+    return torch.where(b.value_std <= bound, 0.0, A)
+
+
+class Counts(NamedTuple):
+    """What a mini-batch's losses are divided by, over all micro-batches and ranks."""
+
+    tokens: Tensor  # kept
+    responses: Tensor  # with a token
+    right: Tensor  # kept tokens of right responses
+
 
 LOSSES = {
     "cispo": lambda logp, b, n, cfg: cispo_loss(
-        logp, b.logp_old, b.advantage, b.keep, n, **clip_range(cfg)),
+        logp, b.logp_old, b.advantage, b.keep, n.tokens, **clip_range(cfg)),
     "ppo-clip": lambda logp, b, n, cfg: ppo_clip_loss(
-        logp, b.logp_old, b.advantage, b.keep, n, **clip_range(cfg)),
+        logp, b.logp_old, b.advantage, b.keep, n.tokens, **clip_range(cfg)),
     "dis": lambda logp, b, n, cfg: dis_loss(
-        logp, b.logp_roll, b.advantage, b.keep, n, **clip_range(cfg)),
+        logp, b.logp_roll, b.advantage, b.keep, n.tokens, **clip_range(cfg)),
+    "grpo": lambda logp, b, n, cfg: grpo_loss(
+        logp, b.logp_old, b.advantage, b.keep, n.responses, **clip_range(cfg)),
+    "flash": lambda logp, b, n, cfg: flash_reinforce_loss(
+        logp, b.logp_roll, b.advantage, b.mask, n.responses),
+    "vapo": lambda logp, b, n, cfg: vapo_loss(logp, b, n, cfg),
 }
+
+
+def vapo_loss(logp: Tensor, b: Batch, n: Counts, cfg: Config) -> tuple[Tensor, dict]:
+    """The clipped surrogate with ε 0.2/0.28 + 0.1 · NLL of right responses (VAPO, 2504.05118)."""
+    how = {"eps_high": 0.28} | clip_range(cfg)
+    loss, stats = ppo_clip_loss(logp, b.logp_old, b.advantage, b.keep, n.tokens, **how)
+    nll, more = nll_loss(logp, b.reward, b.keep, n.right)
+    return loss + 0.1 * nll, stats | more
 
 
 def clip_range(cfg: Config) -> dict[str, float]:
@@ -230,13 +352,13 @@ def clip_range(cfg: Config) -> dict[str, float]:
 
 def method_of(cfg: Config) -> Method:
     """The method's row with the columns that flags replace."""
-    given = dict(k=cfg.k, loss=cfg.loss, selection=cfg.selection)
+    given = dict(k=cfg.k, loss=cfg.loss, selection=cfg.selection, pretrain=cfg.pretrain)
     return METHODS[cfg.method]._replace(**{name: x for name, x in given.items() if x})
 
 
 # The first field of each section of Config -> the section's title in --help.
 SECTIONS = dict(method="run", rollout_batch="rollout", loss="actor", critic="critic",
-                pool="value pretraining", selection="prompt selection",
+                pretrain="value pretraining", selection="prompt selection",
                 eval_every="evaluation and files")
 
 
@@ -293,7 +415,7 @@ TINIEST, MOST = 1e-12, 1e12  # for what must be above 0, and for what has no upp
 LIMITS = [
     ("steps rollout_batch max_prompt max_response mini_batches max_rows token_budget candidates "
      "eval_k eval_problems filter_rounds pool_size keep critic_epochs pretrain_epochs "
-     "pretrain_batch", 1, MOST),
+     "pretrain_batch vine_k reply", 1, MOST),
     ("temperature lr critic_lr clip_norm critic_clip_norm alpha pretrain_lr pretrain_lr_final n_c "
      "token_high response_high", TINIEST, MOST),
     ("seed k shard_size weight_decay value_clip pretrain_size daps_uniform daps_ramp eval_every "
@@ -313,14 +435,19 @@ def check(cfg: Config) -> None:
     if min(cfg.rollout_batch, method.k) < 1 or cfg.rollout_batch % method.k:
         raise ValueError(f"--k: expected a divisor of --rollout-batch {cfg.rollout_batch}, "
                          f"found {method.k}")
-    if method.advantage == "group" and method.k == 1:
-        raise ValueError(f"--k: expected 2 or more for the groups of {cfg.method}, found 1")
+    grouped = method.advantage in ("group", "leave-one-out") or method.selection == "greso"
+    if grouped and method.k == 1:
+        raise ValueError(f"--k: expected 2 or more for the groups of {cfg.method}"
+                         f"{' with greso' * (method.selection == 'greso')}, found 1")
+    if cfg.gepo and method.advantage != "group":
+        raise ValueError("--gepo: expected a method with group advantages (grpo-x, grpo), "
+                         f"found {cfg.method}")
     if not 1 <= cfg.mini_batches <= cfg.rollout_batch:
         raise ValueError(f"--mini-batches: expected 1 … {cfg.rollout_batch} (--rollout-batch), "
                          f"found {cfg.mini_batches}")
-    if method.selection == "daps" and method.value != "critic":
-        raise ValueError(f"--selection: expected uniform, since {cfg.method} has no critic that "
-                         "could tell difficulty; found daps")
+    if method.selection in ("daps", "pcl") and method.value not in ("critic", "critics"):
+        raise ValueError(f"--selection: expected uniform or greso, since {cfg.method} has no "
+                         f"critic that could tell difficulty; found {method.selection}")
     for names, low, high in LIMITS:
         for name in names.split():
             if not low <= getattr(cfg, name) <= high:
@@ -354,9 +481,17 @@ def check(cfg: Config) -> None:
     if cfg.router_replay and cfg.sampler != "generate":
         raise ValueError("--router-replay: expected --sampler generate, which notes the expert "
                          f"choices, found {cfg.sampler}")
-    if cfg.critic and not os.path.isfile(os.path.join(cfg.critic, HEAD_FILE)):
-        raise ValueError(f"--critic: expected the folder of a critic ({HEAD_FILE}), "
+    expected = {"generative": ("a language model that gives scores", "config.json", 1),
+                "critics": ("two critics, separated by a comma", HEAD_FILE, 2),
+                }.get(method.value, ("a critic", HEAD_FILE, 1))
+    paths = [path for path in cfg.critic.split(",") if path]
+    if paths and len(paths) != expected[2] or not all(
+            os.path.isfile(os.path.join(path, expected[1])) for path in paths):
+        raise ValueError(f"--critic: expected the folder of {expected[0]} ({expected[1]}), "
                          f"found {cfg.critic}")
+    if method.value == "generative" and not cfg.critic:
+        raise ValueError("--critic: expected the folder of a language model that gives scores (see "
+                         "python genac.py --train, --sft and --rl), found none")
     if cfg.verifier == "math_verify":
         rollout.VERIFIERS["math_verify"](r"\boxed{1}", "1")  # ImportError that names the package
 
@@ -389,13 +524,24 @@ class Run:
     size: int = 1  # ranks
     critic: Critic | None = None
     critic_opt: torch.optim.Optimizer | None = None
+    second: Critic | None = None  # AsyPPO's other critic
+    second_opt: torch.optim.Optimizer | None = None
+    generative: genac.GenCritic | None = None
+    generative_opt: torch.optim.Optimizer | None = None
     sampler: nn.Module | None = None  # whole copy of a sharded actor, or of another dtype
     routing: rollout.Routing | None = None  # notes the sampler's expert choices
-    daps: DAPS | None = None
+    daps: DAPS | None = None  # also the counts of SPO's tracker
+    streak: Tensor | None = None  # [n_prompts] uniform groups in a row (GRESO)
     step: int = 0
     before: dict = field(default_factory=dict)  # the evaluation before training
     nonfinite: dict = field(default_factory=lambda: {"actor": 0, "critic": 0})  # in a row
     stop: bool = False  # Ctrl-C: after this step
+
+
+    @property
+    def answers(self) -> list[str]:
+        """The answers to the problems."""
+        return [p.answer for p in self.problems]
 
 
 class Actor(nn.Module):
@@ -487,7 +633,9 @@ def setup(cfg: Config) -> Run:
         cfg, method_of(cfg), device, tokenizer, eos_ids(model, tokenizer), train, prompts, held_out,
         eval_prompts, actor, optimizer(actor, cfg.lr, cfg.weight_decay), rank, size,
         sampler=sampler, routing=recorder)
-    if run.method.selection == "daps":
+    if run.method.selection == "greso":
+        run.streak = torch.zeros(len(train), dtype=torch.long)
+    if run.method.selection == "daps" or run.method.value == "tracker":
         run.daps = DAPS(len(train), a_min=cfg.a_min, n_c=cfg.n_c, decay=cfg.decay,
                         uniform=cfg.daps_uniform, ramp=cfg.daps_ramp)
     return run
@@ -712,10 +860,10 @@ def actor_logp(run: Run, b: Batch, *, entropy: bool = False) -> Tensor:
     return out if entropy else out[0]
 
 
-def critic_value(run: Run, b: Batch) -> Tensor:
+def critic_value(run: Run, critic: Critic, b: Batch) -> Tensor:
     """V(s_t) [B, T]."""
     with autocast(run):
-        return response(run.critic(b.tokens, b.attention), b.mask.shape[1])
+        return response(critic(b.tokens, b.attention), b.mask.shape[1])
 
 
 def micro_batches(run: Run, b: Batch, rows: Tensor) -> Iterator[tuple[Tensor, Batch]]:
@@ -729,17 +877,122 @@ def micro_batches(run: Run, b: Batch, rows: Tensor) -> Iterator[tuple[Tensor, Ba
 
 
 @torch.no_grad()
-def score(run: Run, b: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log π_old, entropy and V of every trainable token, [B, T] each, in micro-batches."""
-    out = b.logp_roll.new_zeros(3, *b.mask.shape)
+def score(run: Run, b: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """log π_old and entropy [B, T], and V of each critic [critics, B, T], in micro-batches; 0 where
+    masked."""
+    found = critics(run)
+    out = b.logp_roll.new_zeros(2 + len(found), *b.mask.shape)
     for rows, part in micro_batches(run, b, torch.arange(len(b.mask), device=run.device)):
         T = part.mask.shape[1]
         out[:2, rows, :T] = actor_logp(run, part, entropy=True)
-        if run.critic:
-            out[2, rows, :T] = torch.where(part.mask, critic_value(run, part), 0.0)
+        for i, (critic, _) in enumerate(found, start=2):
+            out[i, rows, :T] = torch.where(part.mask, critic_value(run, critic, part), 0.0)
     if run.size > 1:
         dist.all_reduce(out)  # each rank has filled in its own rows
-    return out[0], out[1], out[2] if run.critic else None
+    return out[0], out[1], out[2:]
+
+
+def critics(run: Run) -> list[tuple[Critic, torch.optim.Optimizer]]:
+    """The critics with a value head and their optimizers: none, one, or AsyPPO's two."""
+    pairs = (run.critic, run.critic_opt), (run.second, run.second_opt)
+    return [(critic, opt) for critic, opt in pairs if critic]
+
+
+# -------------------------------------------------------------------------------------- values
+
+
+def step_starts(run: Run, b: Batch) -> Tensor:
+    """Where steps start [B, T]: after --delimiter, or every sixteenth of --max-response."""
+    width, text = -(-run.cfg.max_response // 16), run.cfg.delimiter
+    if not text:
+        return genac.segment_starts(b.mask, width=width)
+    ids = genac.delimiter_ids(run.tokenizer, text.encode().decode("unicode_escape"))
+    ends = genac.ends_by_delimiter(b.tokens[:, -b.mask.shape[1] :], ids)
+    return genac.segment_starts(b.mask, ends, width=width)
+
+
+def monte_carlo(run: Run, b: Batch, starts: Tensor, answers: list[str], k: int,
+                rng: torch.Generator) -> Tensor:
+    """Share right of k continuations of each state in starts [B, T], in row order: [N].
+
+    answers: those to the B prompts. A continuation that makes its response longer than
+    --max-response is wrong.
+    """
+    S, T = b.tokens.shape[1], b.mask.shape[1]
+    rows, at = starts.cpu().nonzero(as_tuple=True)
+    tokens, attention = b.tokens.cpu(), b.attention.cpu()
+    prefixes = [tokens[i, : S - T + t][attention[i, : S - T + t]].tolist()
+                for i, t in zip(rows.tolist(), at.tolist())]
+    said = rollout.decode(run.tokenizer, tokens[:, -T:][rows],
+                          attention[:, -T:][rows] & (torch.arange(T) < at[:, None]))
+    known = [(text, answers[i]) for text, i in zip(said, rows.tolist())]
+
+    def verify(text: str, known: tuple[str, str]) -> float:
+        """The verdict on the whole response."""
+        return rollout.VERIFIERS[run.cfg.verifier](known[0] + text, known[1])
+
+    ids = torch.arange(len(at)).repeat_interleave(k)
+    found = respond(run, prefixes, known, ids, rng, run.cfg.temperature, verify=verify)
+    whole = at[found.prompt_id.cpu()] + found.mask.sum(1).cpu()
+    right = (found.reward.cpu() > 0) & (whole <= run.cfg.max_response)
+    return right[found.prompt_id.cpu().argsort(stable=True)].float().view(-1, k).mean(1)
+
+
+def vine_value(run: Run, b: Batch, V: Tensor, rng: torch.Generator) -> tuple[Tensor, dict]:
+    """V = 2p − 1 of each step's start, p by independent continuations, on the step's tokens
+    (VinePPO, 2410.01679)."""
+    b.starts, answers = step_starts(run, b), [run.problems[i].answer for i in b.prompt_id.tolist()]
+    value = torch.zeros_like(b.logp_roll)
+    p = monte_carlo(run, b, b.starts, answers, run.cfg.vine_k, rng)
+    value[b.starts] = 2 * p.to(value) - 1
+    return genac.spread(value, b.starts, b.mask), {"vine/continuations": run.cfg.vine_k * len(p)}
+
+
+def tracker_value(run: Run, b: Batch, V: Tensor, rng: torch.Generator) -> tuple[Tensor, dict]:
+    """2v̂ − 1, v̂ the mean of the prompt's Beta(1 + S, 1 + N − S), without this batch (SPO)."""
+    # assumption: it starts at Beta(1, 1) and forgets as DAPS's counts do, not by the policy's drift
+    ids = b.prompt_id.cpu()
+    p = fuse(torch.full(ids.shape, 0.5), run.daps.successes[ids], run.daps.trials[ids], 2.0)
+    run.daps.update(ids, b.reward.cpu() > 0)
+    return torch.where(b.mask, (2 * p - 1).to(b.logp_roll)[:, None], 0.0), {}
+
+
+def two_values(run: Run, b: Batch, V: Tensor, rng: torch.Generator) -> tuple[Tensor, dict]:
+    """The mean of two critics; how far they disagree goes to b.value_std (AsyPPO)."""
+    b.value_std = V.std(0)
+    return V.mean(0), {"critic/disagreement": b.value_std[b.mask].mean().item()}
+
+
+def generative_value(run: Run, b: Batch, V: Tensor, rng: torch.Generator) -> tuple[Tensor, dict]:
+    """V of each segment's start as the generative critic words it (GenAC, stage 3), which then
+    learns from its replies: one REINFORCE step on R_v = 1 − (r − v̂)²."""
+    critic, T = run.generative, b.mask.shape[1]
+    b.starts, r = step_starts(run, b), (b.reward > 0).float()
+    if critic.success.value is None:
+        critic.success.update(r)
+    asked = [run.problems[i].prompt for i in b.prompt_id.tolist()]
+    questions = [x if isinstance(x, str) else x[-1]["content"] for x in asked]
+    seed = int(torch.randint(2**62, (), generator=rng))
+    value, replies, stats = genac.ask(
+        critic, questions, b.tokens[:, -T:], b.mask, b.starts, rollout.generate,
+        torch.Generator(run.device).manual_seed(seed))
+    stats |= genac.reinforce_backward(critic, replies, r[b.starts.nonzero()[:, 0]],
+                                      token_budget=run.cfg.token_budget)
+    norm = nn.utils.clip_grad_norm_(critic.model.parameters(), run.cfg.clip_norm).item()
+    step_if_finite(run, "critic", run.generative_opt, norm)
+    critic.success.update(r)
+    return value, means("genac", stats) | {"genac/states": int(b.starts.sum()),
+                                           "genac/grad_norm": norm}
+
+
+VALUES = {  # (run, batch, V of the critics [critics, B, T], rng) -> value [B, T] or None, metrics
+    "none": lambda run, b, V, rng: (None, {}),
+    "critic": lambda run, b, V, rng: (V[0], {}),
+    "critics": two_values,
+    "vine": vine_value,
+    "tracker": tracker_value,
+    "generative": generative_value,
+}
 
 
 # -------------------------------------------------------------------------------------- a step
@@ -751,15 +1004,16 @@ def train_step(run: Run) -> dict[str, float]:
     rng = generator(cfg.seed, "train", run.step)
     batch, metrics = rollout_batch(run, rng)
     metrics |= clock("rollout")
-    batch.logp_old, entropy, batch.value = score(run, batch)
+    batch.logp_old, entropy, V = score(run, batch)
+    batch.value, asked = VALUES[method.value](run, batch, V, rng)
+    metrics |= asked | clock("value") if asked else {}  # else its time is that of the scores
     batch.advantage = ADVANTAGES[method.advantage](batch, cfg)
     batch.keep, mismatch = mismatch_mask(
         batch.logp_old, batch.logp_roll, batch.mask,
         token_range=(cfg.token_low, cfg.token_high), response_range=(0.0, cfg.response_high))
     metrics |= means("mismatch", mismatch) | describe(run, batch, entropy) | clock("score")
     if run.critic:  # assumption: before the actor; the advantages keep the values from before
-        with updating(run, run.critic):
-            metrics |= update_critic(run, batch, rng) | clock("critic")
+        metrics |= update_critic(run, batch, rng) | clock("critic")
     with updating(run, run.actor):
         metrics |= update_actor(run, batch, rng) | clock("actor")
     run.step += 1
@@ -781,7 +1035,8 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
     refresh_sampler(run)
     n, unused = cfg.rollout_batch // k, torch.randperm(len(run.prompts), generator=rng)
     sampled, kept, metrics = [], [], {}
-    for _ in range(cfg.filter_rounds if k > 1 else 1):
+    filtered = run.method.filter and k > 1
+    for _ in range(cfg.filter_rounds if filtered else 1):
         missing = n - sum(len(b.reward) for b in kept) // k
         if missing <= 0 or not len(unused):
             break
@@ -790,13 +1045,15 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
         unused = unused[~torch.isin(unused, ids)]
         metrics = {name: metrics.get(name, 0) + x for name, x in report.items()}
         sampled.append(respond(
-            run, run.prompts, run.problems, ids.repeat_interleave(k), rng, cfg.temperature))
-        mixed = mixed_groups(sampled[-1].reward, sampled[-1].prompt_id) if k > 1 else ...
+            run, run.prompts, run.answers, ids.repeat_interleave(k), rng, cfg.temperature))
+        mixed = mixed_groups(sampled[-1].reward, sampled[-1].prompt_id) if filtered else ...
         kept.append(take(sampled[-1], mixed))
     everything = concatenate(sampled)
     success = everything.reward > 0
-    if run.daps:  # assumption: outcomes of groups that are dropped count too
+    if run.method.selection == "daps":  # assumption: outcomes of dropped groups count too
         run.daps.update(everything.prompt_id.cpu(), success.cpu())
+    if run.streak is not None:
+        run.streak = uniform_streak(run.streak, everything.reward.cpu(), everything.prompt_id.cpu())
     batch = concatenate(kept)
     usable = min(len(batch.reward) // k, n) // run.size * run.size * k
     if not usable:
@@ -804,23 +1061,33 @@ def rollout_batch(run: Run, rng: torch.Generator) -> tuple[Batch, dict[str, floa
             f"step {run.step + 1}: every group of {k} was all right or all wrong, in "
             f"{len(sampled)} rounds of prompts (success {success.float().mean():.2f}): nothing to "
             "learn from")
-    return take(batch, torch.arange(usable, device=run.device)), metrics | {
+    batch = take(batch, torch.arange(usable, device=run.device))
+    return batch, metrics | {
         "rollout/success": success.float().mean().item(),
         "rollout/length": everything.mask.sum(1).float().mean().item(),
         "rollout/truncated": everything.truncated.float().mean().item(),
         "rollout/trajectories": usable, "rollout/sampled": len(success),
-        "rollout/discarded": len(success) - usable}
+        "rollout/discarded": len(success) - usable,
+        "prompts/sampled": everything.prompt_id.tolist(), "prompts/right": success.int().tolist(),
+        "prompts/trained": batch.prompt_id.tolist()}
 
 
 def select(run: Run, unused: Tensor, n: int, rng: torch.Generator) -> tuple[Tensor, dict]:
-    """n ids out of the unused ones (shuffled): the first ones, or DAPS's choice of candidates."""
-    if run.daps is None:
+    """n ids out of the unused ones, which are shuffled: the first ones, or a choice by difficulty.
+    """
+    how = run.method.selection
+    if how == "uniform":
         return unused[:n], {}
+    if how == "greso":  # Zheng et al. 2025: by what the prompt's last groups were, no critic
+        chosen, _ = accept(greso_accept_prob(run.streak[unused]), n, rng)
+        return unused[chosen], {}
     # assumption: candidates are a random multiple of the prompts needed, not the whole data set
     ids = unused[: n * run.cfg.candidates]
     value = initial_values(run, ids)
     if not value.isfinite().all():
         raise FloatingPointError(f"step {run.step + 1}: the critic's V(s_0) is not finite")
+    if how == "pcl":  # Gao et al. 2025: the candidates nearest to even odds
+        return ids[nearest_half(value, n)], {}
     chosen, report = run.daps.select(ids, value, n, run.step, rng), run.daps.report
     names = ("offered", "accepted", "filled")
     return chosen, {f"daps/{name}": float(report[name]) for name in names}
@@ -844,8 +1111,9 @@ def initial_values(run: Run, ids: Tensor) -> Tensor:
     return values.cpu()
 
 
-def respond(run: Run, prompts: list[list[int]], problems: list[rollout.Problem], ids: Tensor,
-            rng: torch.Generator, temperature: float, model: nn.Module | None = None) -> Batch:
+def respond(run: Run, prompts: list[list[int]], answers: list, ids: Tensor, rng: torch.Generator,
+            temperature: float, model: nn.Module | None = None,
+            verify: Callable[[str, Any], float] | None = None) -> Batch:
     """Responses to prompts[ids], each rank its share, verified; the whole batch on every rank."""
     cfg, share = run.cfg, ids[run.rank :: run.size]
     # the same draw on every rank keeps rng in step; the rank makes the samples differ
@@ -853,11 +1121,11 @@ def respond(run: Run, prompts: list[list[int]], problems: list[rollout.Problem],
     with autocast(run) if run.sampler is None else contextlib.nullcontext():
         batch = collect(
             model or run.sampler or run.actor.model, run.tokenizer,
-            [prompts[i] for i in share], [problems[i].answer for i in share], share,
-            rollout.VERIFIERS[cfg.verifier], eos_id=run.eos_id, max_new_tokens=cfg.max_response,
-            temperature=temperature, generator=torch.Generator(run.device).manual_seed(seed),
-            max_rows=cfg.max_rows, sampler=rollout.SAMPLERS[cfg.sampler],
-            routing=None if model else run.routing)
+            [prompts[i] for i in share], [answers[i] for i in share], share,
+            verify or rollout.VERIFIERS[cfg.verifier], eos_id=run.eos_id,
+            max_new_tokens=cfg.max_response, temperature=temperature,
+            generator=torch.Generator(run.device).manual_seed(seed), max_rows=cfg.max_rows,
+            sampler=rollout.SAMPLERS[cfg.sampler], routing=None if model else run.routing)
     if run.size == 1:
         return batch
     batches = [None] * run.size
@@ -889,6 +1157,18 @@ def gathered(p: Tensor) -> Tensor:
 
 
 def update_critic(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
+    """Fits each critic on its own responses: one on all of them, AsyPPO's two on half of them each.
+    """
+    found, metrics = critics(run), {}
+    for i, (critic, opt) in enumerate(found):
+        own = take(b, torch.arange(i, len(b.mask), len(found), device=run.device))
+        with updating(run, critic):
+            metrics = fit_critic(run, critic, opt, own, rng) | metrics  # those of the first stay
+    return metrics
+
+
+def fit_critic(run: Run, critic: Critic, opt: torch.optim.Optimizer, b: Batch,
+               rng: torch.Generator) -> dict[str, float]:
     """cfg.critic_epochs epochs of the clipped squared error against R (λ_critic = 1)."""
     cfg, stats, norms, skipped = run.cfg, {}, [], 0
     for _ in range(cfg.critic_epochs):
@@ -897,12 +1177,12 @@ def update_critic(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
             n_tokens = b.mask[rows].sum()
             for _, part in micro_batches(run, b, rows):
                 loss, s = value_loss(
-                    critic_value(run, part), part.reward, part.mask, n_tokens,
+                    critic_value(run, critic, part), part.reward, part.mask, n_tokens,
                     old_value=part.value, clip=cfg.value_clip or None)
                 (loss * run.size).backward()  # FSDP takes the mean over ranks
                 add(stats, s)
-            norm = clip_critic_grad_(run.critic, cfg.critic_clip_norm, split=cfg.critic_clip_split)
-            skipped += not step_if_finite(run, "critic", run.critic_opt, norm["total"])
+            norm = clip_critic_grad_(critic, cfg.critic_clip_norm, split=cfg.critic_clip_split)
+            skipped += not step_if_finite(run, "critic", opt, norm["total"])
             norms.append(norm)
     picked = {name: stats[name] for name in ("loss", "clip_share")}
     out = means("critic", global_sum(run, picked)) | {
@@ -917,11 +1197,13 @@ def update_actor(run: Run, b: Batch, rng: torch.Generator) -> dict[str, float]:
     """One epoch of the policy loss in cfg.mini_batches optimizer steps."""
     cfg, stats, norms, skipped = run.cfg, {}, [], 0
     for rows in mini_batches(run, b, rng):
-        n_tokens = b.keep[rows].sum()  # masked tokens leave the denominator too
-        if not n_tokens:  # nothing to learn, and no step on old moments
+        # masked tokens leave the denominator too
+        keep = b.keep[rows]
+        n = Counts(keep.sum(), b.mask[rows].any(1).sum(), keep[b.reward[rows] > 0].sum())
+        if not n.tokens:  # nothing to learn, and no step on old moments
             continue
         for _, part in micro_batches(run, b, rows):
-            loss, s = LOSSES[run.method.loss](actor_logp(run, part), part, n_tokens, cfg)
+            loss, s = LOSSES[run.method.loss](actor_logp(run, part), part, n, cfg)
             (loss * run.size).backward()  # FSDP takes the mean over ranks
             padded = part.tokens.numel()
             add(stats, s | {"padding": (padded - part.attention.sum(), padded)})
@@ -1017,7 +1299,7 @@ def describe(run: Run, b: Batch, entropy: Tensor) -> dict[str, float]:
         "mismatch/log_ratio_max": (b.logp_old - b.logp_roll)[b.mask].abs().max().item(),
         "advantage/mean": A.mean().item(), "advantage/std": A.std().item(),
     }
-    if run.critic:
+    if b.value is not None:
         R, V0 = b.reward, b.value[:, 0]
         out |= {
             "critic/explained_variance": explained_variance(b.value, R, b.mask),
@@ -1113,7 +1395,8 @@ def evaluate(run: Run) -> dict[str, float]:
     refresh_sampler(run)
     ids = torch.arange(n).repeat_interleave(k)
     rng = generator(cfg.seed, "evaluate")
-    b = respond(run, run.eval_prompts, run.eval_problems, ids, rng, cfg.eval_temperature)
+    answers = [p.answer for p in run.eval_problems]
+    b = respond(run, run.eval_prompts, answers, ids, rng, cfg.eval_temperature)
     right = (b.reward[b.prompt_id.argsort(stable=True)] > 0).float().view(n, k).cpu()
     out = {f"eval/avg@{k}": right.mean().item(), f"eval/pass@{k}": right.amax(1).mean().item(),
            "eval/length": b.mask.sum(1).float().mean().item(),
@@ -1141,17 +1424,21 @@ def log(run: Run, metrics: dict[str, float]) -> None:
     """One line of metrics.jsonl; a number that is not finite is written as null."""
     if run.rank:
         return
-    clean = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+    clean = {name: x if isinstance(x, list) or math.isfinite(x) else None
+             for name, x in metrics.items()}
     with open(os.path.join(run.cfg.out, "metrics.jsonl"), "a") as file:
         file.write(json.dumps({"step": run.step, **clean}) + "\n")
 
 
 def state_of(run: Run) -> dict[str, Tensor]:
     """All tensors of a checkpoint by name, themselves and not copies: parameters, AdamW's moments
-    by the name of their parameter, DAPS's counts. Nothing else goes there: tensors run no code."""
+    by the name of their parameter, the counts of prompts. Nothing else: tensors run no code."""
     state = {}
-    for name, module, opt in (("actor", run.actor, run.actor_opt),
-                              ("critic", run.critic, run.critic_opt)):
+    generative = run.generative and run.generative.model
+    for name, module, opt in (
+            ("actor", run.actor, run.actor_opt), ("critic", run.critic, run.critic_opt),
+            ("second", run.second, run.second_opt),
+            ("generative", generative, run.generative_opt)):
         if module is None:
             continue
         state |= {f"{name}.{key}": x for key, x in module.state_dict().items()}
@@ -1162,6 +1449,8 @@ def state_of(run: Run) -> dict[str, Tensor]:
             state |= {f"{name}_opt.{key}.{part}": x for part, x in opt.state[p].items()}
     if run.daps:
         state |= {f"daps.{key}": x for key, x in run.daps.state_dict().items()}
+    if run.streak is not None:
+        state["greso.streak"] = run.streak
     return state
 
 
@@ -1183,7 +1472,8 @@ def save(run: Run) -> str:
         if run.rank == 0:
             write_json(os.path.join(path + ".writing", "state.json"), {
                 "step": run.step, "before": run.before, "nonfinite": run.nonfinite,
-                "ranks": run.size})
+                "ranks": run.size,
+                "actor_success": run.generative and run.generative.success.value})
             os.rename(path + ".writing", path)
     except (OSError, dcp.api.CheckpointException) as error:
         raise OSError(f"could not write {path}: {str(error).splitlines()[-1]}; "
@@ -1257,6 +1547,8 @@ def load(run: Run) -> None:
     run.step, run.before, run.nonfinite = saved["step"], saved["before"], saved["nonfinite"]
     if run.daps:
         run.daps.load_state_dict({key: state[f"daps.{key}"] for key in run.daps.state_dict()})
+    if run.generative:
+        run.generative.success.value = saved["actor_success"]
     if run.cfg.steps < run.step:
         raise ValueError(f"--steps: expected {run.step} or more, which the run has done, "
                          f"found {run.cfg.steps}")
@@ -1291,13 +1583,16 @@ def whole_state(run: Run, module: nn.Module | None) -> dict[str, Tensor]:
 
 def export(run: Run) -> None:
     """Actor and critic as Hugging Face folders in the run folder, put together from all ranks."""
-    for name, module in (("actor", run.actor), ("critic", run.critic)):
+    for name, module in (("actor", run.actor), ("critic", run.critic), ("second", run.second)):
         folder, state = os.path.join(run.cfg.out, name), whole_state(run, module)
         if run.rank == 0 and name == "actor":
             write_folder(folder, run.tokenizer, model=run.actor.model, state_dict={
                 key.removeprefix("model."): x for key, x in state.items()})
         elif run.rank == 0 and module:
             module.save_pretrained(folder, state)
+    if run.rank == 0 and run.generative:
+        write_folder(os.path.join(run.cfg.out, "critic"), run.generative.tokenizer,
+                     run.generative.model)
     wait(run)
 
 
@@ -1319,17 +1614,20 @@ def make_pool(run: Run) -> TrajectoryPool:
     temperatures = [float(x) for x in cfg.pool_temperatures.split(",")]
     paths = ["", *filter(None, cfg.pool_models.split(","))]  # empty: the run's own policy
     policies = [(path, t) for path in paths for t in temperatures]
-    rng = generator(cfg.seed, "pool")
-    bar = tqdm(total=cfg.pool_size * len(policies), desc="coverage pool", disable=run.rank > 0)
+    total = cfg.pool_size * len(policies)
+    if run.method.pretrain == "initial":
+        policies = [("", cfg.temperature)]
+    each, rng = total // len(policies), generator(cfg.seed, "pool")
+    bar = tqdm(total=total, desc="trajectory pool", disable=run.rank > 0)
     for label, (path, temperature) in enumerate(policies):
         tqdm.write(f"policy {label}: {path or cfg.model or 'base'} at temperature {temperature}")
         model = pretrained(
             AutoModelForCausalLM, path, dtype=getattr(torch, cfg.rollout_dtype or cfg.dtype),
             trust_remote_code=cfg.trust_remote_code).to(run.device) if path else None
-        for start in range(0, cfg.pool_size, 8 * cfg.max_rows * run.size):
-            n = min(8 * cfg.max_rows * run.size, cfg.pool_size - start)
+        for start in range(0, each, 8 * cfg.max_rows * run.size):
+            n = min(8 * cfg.max_rows * run.size, each - start)
             ids = torch.randint(len(run.prompts), (n,), generator=rng)
-            batch = respond(run, run.prompts, run.problems, ids, rng, temperature, model)
+            batch = respond(run, run.prompts, run.answers, ids, rng, temperature, model)
             if pool is not None:
                 pool.append(batch, label)
             bar.update(n)
@@ -1339,40 +1637,78 @@ def make_pool(run: Run) -> TrajectoryPool:
     return TrajectoryPool.open(folder)
 
 
-def prepare_critic(run: Run, path: str = "") -> None:
-    """A critic from the folder path, or one that starts as the actor's backbone; its optimizer."""
+def prepare_critic(run: Run) -> None:
+    """The method's critic or critics with their optimizers: from --critic, else as the actor is."""
     cfg = run.cfg
-    torch.manual_seed(cfg.seed)  # the head's weights
-    critic = pretrained(Critic, path or cfg.model or build_base(), dtype=getattr(torch, cfg.dtype),
+    paths = [*filter(None, cfg.critic.split(","))]
+    if run.method.value == "generative":
+        return prepare_generative(run, paths[0])
+    start = cfg.model or build_base()
+    run.critic, run.critic_opt = new_critic(run, paths[0] if paths else start, cfg.seed)
+    if run.method.value == "critics":
+        run.second, run.second_opt = new_critic(run, paths[1] if paths else start, cfg.seed + 1)
+
+
+def new_critic(run: Run, path: str, seed: int) -> tuple[Critic, torch.optim.Optimizer]:
+    """A critic from a folder, of a critic or of a language model, and its optimizer."""
+    cfg = run.cfg
+    torch.manual_seed(seed)  # the head's weights
+    critic = pretrained(Critic, path, dtype=getattr(torch, cfg.dtype),
                         trust_remote_code=cfg.trust_remote_code)
     words, known = len(run.tokenizer), critic.backbone.get_input_embeddings().num_embeddings
     if known < words:
         raise ValueError(f"--critic: expected the actor's vocabulary of {words} tokens, "
                          f"found {known}")
-    run.critic = shard(critic, critic.backbone.config, cfg, run.size, run.device, critic.head)
-    run.critic_opt = optimizer(run.critic, cfg.critic_lr, cfg.weight_decay)
+    critic = shard(critic, critic.backbone.config, cfg, run.size, run.device, critic.head)
+    return critic, optimizer(critic, cfg.critic_lr, cfg.weight_decay)
+
+
+def prepare_generative(run: Run, path: str) -> None:
+    """GenAC's critic: a language model, whole on every rank, asked in its own words."""
+    cfg = run.cfg
+    how = dict(trust_remote_code=cfg.trust_remote_code)
+    tokenizer = pretrained(AutoTokenizer, path, **how)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = pretrained(AutoModelForCausalLM, path, dtype=getattr(torch, cfg.dtype), **how)
+    size = sum(p.numel() for p in run.actor.model.parameters()) / 1e6
+    embedded = not cfg.data or cfg.verifier == "chain"
+    run.generative = genac.GenCritic(
+        model.eval().to(run.device), tokenizer, eos_ids(model, tokenizer), genac.RunningSuccess(),
+        f"{size:.1f}M", genac.COMPACT if embedded else genac.ENGLISH, context=cfg.context,
+        max_new_tokens=cfg.reply)
+    run.generative_opt = optimizer(model, cfg.critic_lr, 0.0)
 
 
 def pretrain_critic(run: Run) -> None:
-    """Value pretraining on a coverage pool; the critic is kept in critic-pretrained/."""
+    """Value pretraining on a pool; the critic is kept in critic-pretrained/. AsyPPO's two learn
+    from half of the trajectories each."""
     cfg = run.cfg
     pool = make_pool(run)
     print("\nshare correct (trajectories) by length and policy\n"
           + format_coverage(coverage_table(pool.index)) + "\n")
     n = min(cfg.pretrain_size or len(pool), len(pool))
-    dtype = getattr(torch, cfg.compute_dtype)
-    with updating(run, run.critic):
+    rows = (pool.sample(n, seed=cfg.seed) if run.method.pretrain == "coverage" else
+            np.sort(np.random.default_rng(cfg.seed).permutation(len(pool))[:n]))
+    for i, (critic, _) in enumerate(critics(run)):
+        fit_pool(run, critic, pool, rows[i :: len(critics(run))], ("", "-second")[i])
+
+
+def fit_pool(run: Run, critic: Critic, pool: TrajectoryPool, rows: np.ndarray, name: str) -> None:
+    """Value pretraining of one critic on the pool's rows."""
+    cfg, dtype = run.cfg, getattr(torch, run.cfg.compute_dtype)
+    with updating(run, critic):
         stats = pretrain(
-            run.critic, pool, pool.sample(n, seed=cfg.seed), epochs=cfg.pretrain_epochs,
+            critic, pool, rows, epochs=cfg.pretrain_epochs,
             batch_size=cfg.pretrain_batch, token_budget=cfg.token_budget, peak=cfg.pretrain_lr,
             final=cfg.pretrain_lr_final, max_norm=cfg.critic_clip_norm,
-            split=cfg.critic_clip_split, seed=cfg.seed, progress=run.rank == 0, rank=run.rank,
-            world=run.size,
+            split=cfg.critic_clip_split, freeze=cfg.pretrain_freeze, seed=cfg.seed,
+            progress=run.rank == 0, rank=run.rank, world=run.size,
             autocast_dtype=dtype if dtype != torch.float32 and run.size == 1 else None)
-    state = whole_state(run, run.critic)
+    state = whole_state(run, critic)
     if run.rank == 0:
-        write_json(os.path.join(cfg.out, "pretrain.json"), stats)
-        run.critic.save_pretrained(os.path.join(cfg.out, "critic-pretrained"), state)
+        write_json(os.path.join(cfg.out, f"pretrain{name}.json"), stats)
+        critic.save_pretrained(os.path.join(cfg.out, f"critic-pretrained{name}"), state)
     if not stats["ev_after"] > 0.02:
         print("warning: the critic explains next to nothing of the returns on held-out prompts; a "
               "larger pool (--pool-size), more epochs or another --pretrain-lr may help")
@@ -1454,12 +1790,12 @@ def start(cfg: Config, resumed: bool) -> Run:
     """All up to the first step: base policy, evaluation, pool and pretraining; or a resume."""
     run = setup(cfg)
     os.makedirs(cfg.out, exist_ok=True)
-    k, needs_critic = run.method.k, run.method.value == "critic"
+    k, needs_critic = run.method.k, run.method.value in ("critic", "critics", "generative")
     if cfg.rollout_batch // k > len(run.prompts):
         print(f"{len(run.prompts)} problems: a step has at most {len(run.prompts) * k} "
               f"trajectories and not {cfg.rollout_batch}")
     if needs_critic:
-        prepare_critic(run, cfg.critic)
+        prepare_critic(run)
     if resumed:
         load(run)
         return run
@@ -1468,12 +1804,422 @@ def start(cfg: Config, resumed: bool) -> Run:
         os.remove(leftover)
     run.before = evaluate(run)
     log(run, run.before)
-    if needs_critic and not cfg.critic:
+    if needs_critic and not cfg.critic and run.method.pretrain != "none":
         pretrain_critic(run)
     if run.rank == 0:
         write_json(os.path.join(cfg.out, "config.json"), asdict(cfg))
     save(run)  # from here on the run can be resumed
     return run
+
+
+# --------------------------------------------------------------------------------- comparisons
+# Arms of a claim, each a set of flags beside --lr and --seed: two arms of a claim differ in what
+# the claim is about. The learning rate of each arm is the best of the same grid on seed 0, at the
+# last step; the figures are of other seeds at that rate.
+
+COMPARISONS = {
+    "single": ("--method s3ac", "--method s3ac-v0", "--method reinforce++",
+               "--method flash-reinforce"),
+    "group": ("--method s3ac --k 8", "--method grpo-x"),
+    "daps": ("--method s3ac", "--method s3ac --selection uniform", "--method s3ac --k 8",
+             "--method s3ac --k 8 --selection uniform"),
+    "loss": ("--method s3ac", "--method s3ac --loss ppo-clip", "--method s3ac --loss dis"),
+    # one setting of DAPS at a time, at the learning rate of the first arm
+    "sweep": ("--method s3ac", *(f"--method s3ac {x}" for x in (
+        "--a-min 0.3", "--n-c 1", "--n-c 10", "--decay 0.9", "--daps-uniform 0 --daps-ramp 0"))),
+}
+PAPER = {  # success in the paper, per cent: 35B models, means of seven benchmarks
+    ("single", "--method s3ac"): 80.9, ("single", "--method reinforce++"): 70.4,
+    ("single", "--method flash-reinforce"): 67.4,
+    ("group", "--method s3ac --k 8"): 80.5, ("group", "--method grpo-x"): 76.4,
+    ("daps", "--method s3ac"): 76.94, ("daps", "--method s3ac --selection uniform"): 74.40,
+    ("daps", "--method s3ac --k 8"): 80.49,
+    ("daps", "--method s3ac --k 8 --selection uniform"): 79.04,
+}
+
+
+def run_all(jobs: dict[str, list[str]], folder: str, workers: int = 2) -> dict[str, dict]:
+    """Runs `train.py FLAGS --out folder/NAME` for each job, `workers` side by side.
+
+    A finished run is not done again, a cut one is resumed. Returns per name before and after (the
+    evaluations), metrics (the lines of metrics.jsonl) and stopped (why a run ended early, or "").
+    """
+    done = [name for name in jobs if finished(os.path.join(folder, name))]
+    waiting, running = [name for name in jobs if name not in done], {}
+    os.makedirs(folder, exist_ok=True)
+    bar = tqdm(total=len(jobs), initial=len(done), desc=folder, dynamic_ncols=True)
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running[waiting[0]] = launch(jobs[waiting[0]], folder, waiting[0], workers)
+                waiting.pop(0)
+            time.sleep(0.2)
+            for name in [x for x, process in running.items() if process.poll() is not None]:
+                last = settle(folder, name, running.pop(name).returncode)
+                bar.update(), tqdm.write(f"{name}: {last}")
+    except BaseException:
+        for process in running.values():  # each ends after its step, with a checkpoint
+            process.send_signal(signal.SIGINT)
+        for process in running.values():
+            process.wait()
+        raise
+    return {name: outcome(os.path.join(folder, name)) for name in jobs}
+
+
+def finished(path: str) -> bool:
+    """Whether a run has its result."""
+    return os.path.exists(os.path.join(path, "result.json"))
+
+
+def launch(flags: list[str], folder: str, name: str, workers: int) -> subprocess.Popen:
+    """One run as a process of its own, on its share of the cores; what it says goes to a log."""
+    path = os.path.join(folder, name)
+    how = ["--resume", path] if checkpoints(path) else [*flags, "--out", path]
+    if not checkpoints(path):
+        shutil.rmtree(path, ignore_errors=True)  # one that never got to its first step
+    threads = str(max(1, (os.cpu_count() or 1) // workers))
+    with open(path + ".log", "a") as said:
+        return subprocess.Popen(
+            [sys.executable, os.path.abspath(__file__), *how], stdout=said,
+            stderr=subprocess.STDOUT, start_new_session=True,  # its Ctrl-C comes from run_all
+            env=os.environ | {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""})
+
+
+def settle(folder: str, name: str, status: int) -> str:
+    """The last line a run has said. One that stopped of itself has its result all the same;
+    RuntimeError for any other end."""
+    path = os.path.join(folder, name)
+    with open(path + ".log", errors="replace") as file:
+        last = file.read().strip().splitlines()[-1]
+    if status == 1 and not finished(path):  # collapsed: nothing to learn from, or not finite
+        write_json(os.path.join(path, "result.json"), {"before": {}, "after": {}, "stopped": last})
+    elif status:
+        raise RuntimeError(f"{name} ended with status {status}: {last} (see {path}.log)")
+    return last
+
+
+def outcome(path: str) -> dict:
+    """result.json and metrics.jsonl of a finished run."""
+    with open(os.path.join(path, "result.json")) as file:
+        found = {"stopped": ""} | json.load(file)
+    with open(os.path.join(path, "metrics.jsonl")) as file:
+        return found | {"metrics": [json.loads(line) for line in file]}
+
+
+def spread(values: list[float]) -> str:
+    """Mean ± sample standard deviation."""
+    sd = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.3f}{sd}"
+
+
+def slug(flags: str) -> str:
+    """A folder's name for flags."""
+    return flags.replace("--method ", "").replace("--", "").replace(" ", "-")
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Runs what the comparisons need and prints a table for each; JSON beside the runs."""
+    common = (f"--steps {args.steps} --rollout-batch {args.rollout_batch} --eval-every 20 "
+              "--eval-k 2 --show-every 0 --save-every 20 --keep 1").split()
+    seeds, rates = list(range(1, args.seeds + 1)), args.lrs.split(",")
+    critic = {seed: f"critic-{seed}" for seed in [0, *seeds]}
+    run_all({name: ["--steps", "1", "--eval-problems", "1", "--seed", str(seed)]
+             for seed, name in critic.items()}, args.folder, args.workers)
+
+    def job(arm: str, lr: str, seed: int) -> tuple[str, list[str]]:
+        """Name and flags of one run; methods with a critic start from that of their seed."""
+        flags = [*common, *arm.split(), "--lr", lr, "--critic-lr", str(5 * float(lr)),
+                 "--seed", str(seed)]
+        if method_of(parse(arm.split())[0]).value == "critic":
+            flags += ["--critic", f"{args.folder}/{critic[seed]}/critic-pretrained"]
+        return f"{slug(arm)}-lr{lr}-s{seed}", flags
+
+    tuned = list(dict.fromkeys(
+        arm for name in args.compare for arm in COMPARISONS[name][: 1 if name == "sweep" else 99]))
+    grid = run_all(dict(job(arm, lr, 0) for arm in tuned for lr in rates), args.folder,
+                   args.workers)
+    at_end = {(arm, lr): success(grid[job(arm, lr, 0)[0]]) for arm in tuned for lr in rates}
+    best = {arm: max(rates, key=lambda lr: at_end[arm, lr]) for arm in tuned}
+    for name in args.compare:
+        arms = {arm: best.get(arm) or best[COMPARISONS[name][0]] for arm in COMPARISONS[name]}
+        jobs = {arm: dict(job(arm, lr, seed) for seed in seeds) for arm, lr in arms.items()}
+        found = run_all({k: v for some in jobs.values() for k, v in some.items()}, args.folder,
+                        args.workers)
+        rows = {arm: summary([found[x] for x in jobs[arm]]) | {
+            "lr": lr, "tuning": {r: at_end.get((arm, r)) for r in rates},
+            "paper": PAPER.get((name, arm))} for arm, lr in arms.items()}
+        write_json(os.path.join(args.folder, f"{name}.json"),
+                   {"seeds": seeds, "grid": rates, "flags": common, "arms": rows})
+        print_comparison(name, rows, rates, seeds, args)
+
+
+def success(run: dict) -> float:
+    """Held-out success at the last step; of a run that stopped itself, that of its last batch."""
+    found = [x for name, x in run["after"].items() if re.fullmatch(r"eval/avg@\d+", name)]
+    steps = [m["rollout/success"] for m in run["metrics"] if "rollout/success" in m]
+    return found[0] if found else steps[-1]
+
+
+def summary(runs: list[dict]) -> dict:
+    """What the tables and curves show of an arm's runs, one value or list per seed."""
+    steps = [[m for m in run["metrics"] if "rollout/success" in m] for run in runs]
+    evaluated = [[[m["step"], x] for m in run["metrics"] for name, x in m.items()
+                  if re.fullmatch(r"eval/avg@\d+", name)] for run in runs]
+    last = lambda name: [float(np.mean([m.get(name) or 0.0 for m in s[-5:]])) for s in steps]
+    return {
+        "success": [success(run) for run in runs], "stopped": [run["stopped"] for run in runs],
+        "best": [max(x for _, x in e) for e in evaluated], "evaluated": evaluated,
+        "entropy": last("actor/entropy"), "length": last("rollout/length"),
+        "ev": last("critic/explained_variance"), "medium": [medium_share(s) for s in steps],
+        "discarded": [sum(m["rollout/discarded"] for m in s) for s in steps],
+        "seconds": [float(np.median([sum(x for name, x in m.items() if name.startswith("time/"))
+                                     for m in s])) for s in steps],
+        "curves": {name: [[m[name] for m in s] for s in steps]
+                   for name in ("rollout/success", "actor/entropy", "rollout/length")}}
+
+
+def medium_share(steps: list[dict], window: int = 5) -> float:
+    """Share of the trained responses whose problem has 0.2 < p ≤ 0.8: p is the share right among
+    all responses of the run to problems of as many steps, sampled at most `window` batches away."""
+    length = [p.prompt[4] for p in rollout.task_problems()]
+    medium = []
+    for i, step in enumerate(steps):
+        right = {}
+        for m in steps[max(0, i - window) : i + window + 1]:
+            for prompt, r in zip(m["prompts/sampled"], m["prompts/right"]):
+                right.setdefault(length[prompt], []).append(r)
+        medium += [0.2 < np.mean(right[length[x]]) <= 0.8 for x in step["prompts/trained"]]
+    return float(np.mean(medium))
+
+
+def print_comparison(name: str, rows: dict[str, dict], rates: list[str], seeds: list[int],
+                     args: argparse.Namespace) -> None:
+    """A comparison as a Markdown table."""
+    print(f"\n{name}: embedded task, {args.steps} steps of {args.rollout_batch} responses; "
+          f"held-out success at the last step, mean ± standard deviation over seeds {seeds}; lr is "
+          f"the best of {', '.join(rates)} for seed 0, the critic's five times that\n")
+    head = ["arm", "lr", "success", "by seed", "best − last", "entropy", "length", "EV",
+            "0.2 < p ≤ 0.8", "discarded", "s/step", "seed 0 by lr", "paper"]
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
+    for arm, row in rows.items():
+        drop = [b - x for b, x in zip(row["best"], row["success"])]
+        tuning = " ".join("–" if x is None else f"{x:.2f}" for x in row["tuning"].values())
+        cells = [slug(arm), row["lr"], spread(row["success"]),
+                 " ".join(f"{x:.3f}" for x in row["success"]), spread(drop),
+                 *(f"{np.mean(row[x]):.3g}" for x in ("entropy", "length", "ev", "medium",
+                                                      "discarded", "seconds")),
+                 tuning, row["paper"] or "–"]
+        print("| " + " | ".join(map(str, cells)) + " |")
+    for arm, row in rows.items():
+        for seed, why in zip(seeds, row["stopped"]):
+            if why:
+                print(f"{slug(arm)}, seed {seed}: {why}")
+
+
+def plot(folder: str) -> None:
+    """figures/NAME.png of each comparison that has been run: success, entropy, length by step."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("--plot needs a package: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    os.makedirs("figures", exist_ok=True)
+    for name in COMPARISONS:
+        path = os.path.join(folder, f"{name}.json")
+        if not os.path.exists(path):
+            continue
+        with open(path) as file:
+            arms = json.load(file)["arms"]
+        figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+        for i, (arm, row) in enumerate(arms.items()):
+            curves = {"held-out success": [list(zip(*e)) for e in row["evaluated"]]} | {
+                title: [(range(1, len(c) + 1), c) for c in row["curves"][key]]
+                for title, key in (("entropy", "actor/entropy"), ("length", "rollout/length"))}
+            for axis, (title, lines) in zip(axes, curves.items()):
+                axis.set(title=title, xlabel="step")
+                for j, (x, y) in enumerate(lines):
+                    axis.plot(x, y, color=f"C{i}", alpha=0.7,
+                              label=f"{slug(arm)}, lr {row['lr']}" if j == 0 else None)
+        axes[0].legend(fontsize=7)
+        figure.savefig(f"figures/{name}.png", dpi=110)
+        plt.close(figure)
+        print(f"figures/{name}.png")
+
+
+# ------------------------------------------------------------------------- what a critic knows
+
+
+def show_values(folder: str, seed: int, problems: int = 100, n: int = 16) -> None:
+    """V(s_t) along a right and a wrong response of a finished run, its advantages on long failures,
+    its error against the truth by Monte Carlo, and the best of n responses by V; values.json."""
+    run = finished_run(folder)
+    problems = min(problems, len(run.eval_prompts))
+    answers, rng = [p.answer for p in run.eval_problems], generator(seed, "evaluate", 1)
+    ids = torch.arange(problems).repeat_interleave(n)
+    b = respond(run, run.eval_prompts, answers, ids, rng, run.cfg.temperature)
+    b = take(b, b.prompt_id.argsort(stable=True))
+    b.value = score(run, b)[2][0]
+    b.advantage = ADVANTAGES["gae"](b, run.cfg)
+    known = [answers[i] for i in b.prompt_id.tolist()]
+    for title, wanted in (("right", b.reward > 0), ("wrong", b.reward < 0)):
+        rows = wanted.nonzero()[:, 0]
+        if len(rows):
+            longest = rows[b.mask[rows].sum(1).argsort(descending=True)]
+            i = longest[len(longest) // 4]  # long, but not the longest
+            print_response(run, take(b, i[None]), known[i], title, rng)
+    found = {"long failures": long_failures(run, b), "truth": error_to_truth(run, b, known, rng),
+             "best of n": best_of_n(run, b, n)}
+    write_json(os.path.join(folder, "values.json"), found)
+
+
+def finished_run(folder: str) -> Run:
+    """Actor and critic of a run as they were at its end; ValueError for a run without a critic."""
+    cfg = resumed(folder, {})
+    actor, critic = os.path.join(folder, "actor"), os.path.join(folder, "critic")
+    if method_of(cfg).value != "critic" or not os.path.isdir(critic):
+        raise ValueError("--show-values: expected the folder of a finished run with one critic, "
+                         f"found {folder} ({cfg.method})")
+    run = setup(replace(cfg, model=actor, critic=critic))
+    prepare_critic(run)
+    return run
+
+
+def pieces(b: Batch) -> Tensor:
+    """Starts [B, T] of at most 26 pieces of even length, of two tokens or more."""
+    width = max(2, -(-int(b.mask.sum(1).max()) // 26))
+    return genac.segment_starts(b.mask, width=width, at_most=26)
+
+
+def first_error(prompt: str, text: str) -> int | None:
+    """Where the first wrong digit of a response to the embedded task stands."""
+    for k, digit in enumerate(text[1::2], start=1):
+        if digit != str((int(prompt[0]) + k * int(prompt[2])) % 10):
+            return 2 * k - 1
+    return None
+
+
+def error_of(run: Run, b: Batch, i: int) -> int | None:
+    """The token of row i with the first wrong digit, where the verifier is the embedded task's."""
+    if run.cfg.verifier != "chain":
+        return None
+    text = rollout.decode(run.tokenizer, b.tokens[i : i + 1, -b.mask.shape[1] :],
+                          b.mask[i : i + 1])[0]
+    return first_error(run.eval_problems[int(b.prompt_id[i])].prompt, text)
+
+
+def print_response(run: Run, b: Batch, answer: str, title: str, rng: torch.Generator,
+                   k: int = 64) -> None:
+    """One response in pieces: V and the truth 2p − 1 at a piece's start, mean advantage in it."""
+    starts = pieces(b)
+    p = monte_carlo(run, b, starts, [answer], k, rng)
+    at, T, wrong = starts[0].nonzero()[:, 0].tolist(), int(b.mask.sum()), error_of(run, b, 0)
+    prompt = run.tokenizer.decode(b.tokens[0, : -b.mask.shape[1]][b.attention[0, : -T]][-200:])
+    print(f"\na {title} response to {prompt}\n{'t':>5}  {'tokens':20}{'V(s_t)':>8}"
+          f"{'2p − 1':>8}{'mean Â':>8}    (p: {k} continuations)")
+    for start, stop, truth in zip(at, [*at[1:], T], (2 * p - 1).tolist()):
+        text = run.tokenizer.decode(b.tokens[0, -b.mask.shape[1] :][start:stop])
+        mark = "   ← the first wrong step" if wrong is not None and start <= wrong < stop else ""
+        V, A = b.value[0, start], b.advantage[0, start:stop].mean()
+        print(f"{start:5}  {text[-20:]!r:20}{V:+8.2f}{truth:+8.2f}{A:+8.2f}{mark}")
+
+
+def long_failures(run: Run, b: Batch) -> dict[str, float]:
+    """Mean token advantage of the longer half of the failures: by fifth of the response, and
+    before, at and after the first wrong step (S3AC Figure 2b)."""
+    length = b.mask.sum(1)
+    rows = ((b.reward < 0) & (length >= length[b.reward < 0].median())).nonzero()[:, 0].tolist()
+    parts = {}
+    for i in rows:
+        A, wrong = b.advantage[i][b.mask[i]].tolist(), error_of(run, b, i)
+        for t, x in enumerate(A):
+            parts.setdefault(f"fifth {5 * t // len(A) + 1}", []).append(x)
+            if wrong is not None:
+                where = "before" if t < wrong else "at" if t == wrong else "after"
+                parts.setdefault(f"{where} the first wrong step", []).append(x)
+    found = {name: float(np.mean(x)) for name, x in sorted(parts.items())}
+    print(f"\nmean Â of {len(rows)} long failures (without a critic each token has the same):")
+    for name, x in found.items():
+        print(f"  {name:28}{x:+.3f}")
+    return found
+
+
+def error_to_truth(run: Run, b: Batch, answers: list[str], rng: torch.Generator,
+                   states: int = 300, k: int = 32) -> dict[str, float]:
+    """Mean ((V + 1)/2 − p)² over states of the responses, less the p(1 − p)/(k − 1) that k
+    continuations add; beside it that of always saying the mean of p, and EV."""
+    starts = pieces(b)
+    chosen = starts.flatten().nonzero()[:, 0]
+    chosen = chosen[torch.randperm(len(chosen), generator=rng)[:states].to(chosen.device)]
+    picked = torch.zeros_like(starts).flatten().index_fill(0, chosen, True).view_as(starts)
+    p = monte_carlo(run, b, picked, answers, k, rng)
+    v, noise = (b.value[picked].cpu() + 1) / 2, p * (1 - p) / (k - 1)
+    found = {"critic": ((v - p).square() - noise).mean().item(),
+             "mean of p": ((p.mean() - p).square() - noise).mean().item(),
+             "explained variance": explained_variance(b.value, b.reward, b.mask)}
+    print(f"\nsquared error of (V + 1)/2 against the success probability of {len(p)} prefixes, "
+          f"{k} continuations each: {found['critic']:.4f} (always the mean of p: "
+          f"{found['mean of p']:.4f}); EV against the returns {found['explained variance']:.2f}")
+    return found
+
+
+def best_of_n(run: Run, b: Batch, most: int) -> dict[str, dict[str, float]]:
+    """Success when one of n responses is chosen: by V at the last token, by the least V on the
+    way, by majority vote; beside one at random and any of n right (pass@n)."""
+    T = b.mask.shape[1]
+    texts = rollout.decode(run.tokenizer, b.tokens[:, -T:], b.mask)
+    said = [ANSWER_OF.get(run.cfg.verifier, str)(text) for text in texts]
+    right = (b.reward > 0).cpu().numpy()
+    last = b.value.gather(1, (b.mask.sum(1, keepdim=True) - 1).clamp_min(0))[:, 0].cpu().numpy()
+    least = b.value.masked_fill(~b.mask, math.inf).amin(1).cpu().numpy()
+    found = {}
+    for n in (2, 4, 8, 16):
+        if n > most or len(right) % n:
+            continue
+        groups = np.arange(len(right)).reshape(-1, n)  # n divides the responses of each problem
+        votes = [max(group, key=lambda i: sum(said[j] == said[i] for j in group))
+                 for group in groups.tolist()]
+        found[str(n)] = {
+            "random": right.mean(), "last V": right[groups[range(len(groups)),
+                                                           last[groups].argmax(1)]].mean(),
+            "least V": right[groups[range(len(groups)), least[groups].argmax(1)]].mean(),
+            "majority": right[votes].mean(), "pass@n": right[groups].any(1).mean()}
+        found[str(n)] = {name: float(x) for name, x in found[str(n)].items()}
+    names = list(found["2"])
+    print("\nbest of n\n" + f"{'n':>4}" + "".join(f"{name:>12}" for name in names))
+    for n, row in found.items():
+        print(f"{n:>4}" + "".join(f"{row[name]:12.3f}" for name in names))
+    return found
+
+
+ANSWER_OF = {"chain": lambda text: text[-2:], "boxed": rollout.extract_boxed,
+             "math_verify": rollout.extract_boxed}  # what a majority vote counts
+
+
+def experiments(argv: list[str]) -> None:
+    """The command line of --compare, --show-values and --plot."""
+    parser = argparse.ArgumentParser(description="comparisons over seeds, and what a critic knows")
+    add = parser.add_argument
+    add("--compare", nargs="+", choices=COMPARISONS, default=[], help="the paper's claims")
+    add("--show-values", metavar="DIR", help="run folder: V(s_t) along responses, and its error")
+    add("--plot", action="store_true", help="draw figures/ from the comparisons (matplotlib)")
+    add("--seeds", type=int, default=3, help="runs per arm, beside one for each learning rate")
+    add("--lrs", default="5e-5,1e-4,2e-4", help="learning rates tried for each arm")
+    add("--steps", type=int, default=60, help="rollout batches per run")
+    add("--rollout-batch", type=int, default=128, help="responses per batch")
+    add("--workers", type=int, default=2, help="runs side by side")
+    add("--folder", default="runs/compare", help="where the runs and the tables' JSON are kept")
+    add("--seed", type=int, default=0, help="of --show-values")
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs end too
+    build_base()
+    if args.compare:
+        compare(args)
+    if args.show_values:
+        show_values(args.show_values, args.seed)
+    if args.plot:
+        plot(args.folder)
 
 
 def main(argv: list[str]) -> int:
@@ -1486,6 +2232,9 @@ def main(argv: list[str]) -> int:
     who = f"rank {rank}: " if "RANK" in os.environ else ""
     with contextlib.redirect_stdout(out):
         try:
+            if argv and argv[0] in ("--compare", "--show-values", "--plot"):
+                experiments(argv)
+                return 0
             cfg, resume = parse(argv)
             check(cfg)
             if not resume and os.path.exists(os.path.join(cfg.out, "config.json")):
@@ -1495,6 +2244,9 @@ def main(argv: list[str]) -> int:
             train(run)
             return finish(run)
         except KeyboardInterrupt:
+            if "cfg" not in locals():  # experiments
+                print("\ninterrupted: the same command goes on where this one stopped")
+                return 130
             last, pool = checkpoints(cfg.out), os.path.join(cfg.out, "pool")
             said = (f"{last[-1]} is there, go on with --resume {cfg.out}" if last else
                     "there is no checkpoint yet, so there is nothing to resume")
