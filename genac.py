@@ -16,29 +16,35 @@ the actor's size and the running average of its success, since a value belongs t
 
 The sampler is a callable with the signature of rollout.generate, so this file runs alone. Differs
 from the paper: where a state is scored is not published; see the lines marked `assumption`. Left
-out: the actor's update (train.py), reuse of a KV cache between the states of one response. Both
-templates put what these states share in front, for samplers that cache prefixes.
+out: the actor's update (train.py), reuse of a KV cache between the states of one response.
+Under torchrun the model is whole on every rank, and all ranks are given the same states: each
+samples and differentiates its share, and gets the sum.
 
     python genac.py                          a wrong response: prompt, reply, score, R_v, advantage
     python genac.py --train                  stages 1 and 2 on the embedded task, against the truth
+    python genac.py --claims                 GenAC against a value head, ICC, ranking, RL: tables
     python genac.py --write-prompts P.jsonl --actor DIR --data FILE     for an oracle of your own
     python genac.py --sft TRACES.jsonl --critic DIR --out DIR           stage 1
     python genac.py --rl --critic DIR --actor DIR --data FILE --out DIR stage 2
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
 import os
 import random
 import re
+import statistics
+import string
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -319,19 +325,24 @@ def states_at(critic: GenCritic, questions: list[str], tokens: Tensor, starts: T
 
 def ask_states(critic: GenCritic, states: list[State], sampler: Callable,
                generator: torch.Generator | None = None) -> tuple[Replies, Stats]:
-    """One sampled reply per state, all in one call of the sampler.
+    """One sampled reply per state, all in one call of the sampler; under torchrun, where every
+    rank asks about the same states, each samples its share and all have the whole.
 
     stats: unparsable, prompt_truncated, prompt_tokens, reply_tokens (per state), score (per parsed
     one). RuntimeError after critic.patience calls in a row in which no reply could be parsed.
     """
     encoded = [encode_state(critic, state) for state in states]
-    tokens, attention, mask, _ = sampler(
-        critic.model, [ids for ids, _ in encoded], max_new_tokens=critic.max_new_tokens,
+    (rank, size), prompts = ranks(), [ids for ids, _ in encoded]
+    tokens, _, mask, _ = sampler(
+        critic.model, prompts[rank::size] or prompts[:1], max_new_tokens=critic.max_new_tokens,
         temperature=critic.temperature, eos_id=critic.eos_id,
-        pad_id=critic.tokenizer.pad_token_id, generator=generator)
-    replies = tokens[:, -mask.shape[1] :]
-    texts = critic.tokenizer.batch_decode(
-        [row[m].tolist() for row, m in zip(replies.cpu(), mask.cpu())], skip_special_tokens=True)
+        pad_id=critic.tokenizer.pad_token_id, generator=own_draws(generator))
+    shares = gathered([row[m].tolist() for row, m in
+                       zip(tokens[:, -mask.shape[1] :].cpu(), mask.cpu())])
+    replies = [shares[i % size][i // size] for i in range(len(prompts))]
+    tokens, attention, mask = padded(
+        critic.model, critic.tokenizer.pad_token_id, prompts, replies)
+    texts = critic.tokenizer.batch_decode(replies, skip_special_tokens=True)
     v_hat = [parse_score(text) for text in texts]
     n, parsed = len(states), [v for v in v_hat if v is not None]
     critic.silent = 0 if parsed else critic.silent + 1
@@ -344,6 +355,43 @@ def ask_states(critic: GenCritic, states: list[State], sampler: Callable,
         "unparsable": (n - len(parsed), n), "prompt_truncated": (sum(c for _, c in encoded), n),
         "prompt_tokens": (sum(len(ids) for ids, _ in encoded), n),
         "reply_tokens": (int(mask.sum()), n), "score": (sum(parsed), len(parsed))}
+
+
+def padded(model: nn.Module, pad: int, prompts: list[list[int]], replies: list[list[int]],
+           ) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens [N, P+L], attention, mask [N, L] of token ids, padded on the outside."""
+    P, L = max(map(len, prompts)), max(map(len, replies))
+    device = next(model.parameters()).device
+    sides = [(P - len(p), L - len(z)) for p, z in zip(prompts, replies)]
+    tokens = torch.tensor([[pad] * a + p + z + [pad] * d
+                           for (a, d), p, z in zip(sides, prompts, replies)], device=device)
+    at = torch.arange(P + L, device=device)
+    left, right = torch.tensor(sides, device=device)[:, :, None].unbind(1)
+    attention = (at >= left) & (at < P + L - right)
+    return tokens, attention, attention[:, P:]
+
+
+def ranks() -> tuple[int, int]:
+    """This process's rank and their number: (0, 1) without torchrun."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gathered(x) -> list:
+    """What each rank holds, in the order of ranks."""
+    parts = [x] * ranks()[1]
+    if len(parts) > 1:
+        dist.all_gather_object(parts, x)
+    return parts
+
+
+def own_draws(generator: torch.Generator | None) -> torch.Generator | None:
+    """A generator for this rank; the one given stays in step on all ranks."""
+    rank, size = ranks()
+    if size == 1:
+        return generator
+    device = generator.device if generator else "cpu"
+    seed = int(torch.randint(2**62, (), generator=generator, device=device)) + rank
+    return torch.Generator(device).manual_seed(seed)
 
 
 def ask(critic: GenCritic, questions: list[str], tokens: Tensor, mask: Tensor, starts: Tensor,
@@ -436,10 +484,15 @@ def backward(critic: GenCritic, tokens: Tensor, attention: Tensor, mask: Tensor,
     """Adds the gradient of loss_of(logp, mask, rows) to .grad in micro-batches of similar length.
 
     loss_of divides by the whole step's count. token_budget: padded tokens of one forward pass.
+    Under torchrun, where every rank holds the same batch, each takes its share of it, and .grad
+    and stats end as the sums.
     """
-    L, stats, start = mask.shape[1], {}, 0
-    order = attention.sum(1).argsort(descending=True)
+    (rank, size), L, total, start = ranks(), mask.shape[1], {}, 0
+    order = attention.sum(1).argsort(descending=True)[rank::size]
     longest = attention.sum(1)[order].tolist()
+    parameters = [p for p in critic.model.parameters() if p.requires_grad]
+    before = [p.grad for p in parameters]
+    critic.model.zero_grad()
     while start < len(order):
         rows = order[start : start + max(1, token_budget // longest[start])]
         start += len(rows)
@@ -447,12 +500,26 @@ def backward(critic: GenCritic, tokens: Tensor, attention: Tensor, mask: Tensor,
         l = int(m.any(0).sum())
         columns = slice(int(a.any(0).int().argmax()), a.shape[1] - L + l)
         logp = reply_logp(critic.model, tokens[rows, columns], a[:, columns], l, temperature)
-        loss, s = loss_of(logp, m[:, :l], rows)
+        loss, stats = loss_of(logp, m[:, :l], rows)
         loss.backward()
-        for name, (x, n) in s.items():
-            have = stats.get(name, (0.0, 0.0))
-            stats[name] = (have[0] + x, have[1] + n)
+        add_(total, stats)
+    for p, earlier in zip(parameters, before):
+        if size > 1:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+        if earlier is not None:
+            p.grad = earlier if p.grad is None else p.grad + earlier
+    stats = {}
+    for part in gathered({k: (float(x), float(n)) for k, (x, n) in total.items()}):
+        add_(stats, part)
     return stats
+
+
+def add_(total: Stats, stats: Stats) -> None:
+    """Sums and counts of a part, added to those so far."""
+    for name, (x, n) in stats.items():
+        have = total.get(name, (0.0, 0.0))
+        total[name] = (have[0] + x, have[1] + n)
 
 
 def reinforce_backward(critic: GenCritic, replies: Replies, r: Tensor, *, baseline: str = "none",
@@ -558,10 +625,12 @@ def write_prompts(path: str, critic: GenCritic, states: list[State], outcome: li
 
 def sft(critic: GenCritic, traces: list[tuple[State, str]], *, epochs: int = 2,
         batch_size: int = 128, lr: float = 1e-5, max_norm: float = 1.0, steps: int = 0,
-        token_budget: int = 32_768, seed: int = 0, progress: bool = True) -> list[dict]:
+        token_budget: int = 32_768, shuffle: bool = True, seed: int = 0,
+        progress: bool = True) -> list[dict]:
     """Stage 1, in place: epochs over the traces (or `steps` steps), one dict of means per step.
 
-    AdamW, 3 % linear warm-up, then linearly down to 0.
+    AdamW, 3 % linear warm-up, over the last third linearly down to 0. shuffle False: in their
+    order, for a curriculum.
     """
     if not traces:
         raise ValueError("traces: expected at least one (state, trace), found none")
@@ -570,15 +639,17 @@ def sft(critic: GenCritic, traces: list[tuple[State, str]], *, epochs: int = 2,
     # assumption: optimizer and schedule of stage 1
     optimizer = torch.optim.AdamW(critic.model.parameters(), lr, weight_decay=0.01)
     critic.model.train()
-    bar = tqdm(range(total), "critic, SFT", disable=not progress, dynamic_ncols=True)
+    bar = tqdm(range(total), "critic, SFT", disable=not progress or ranks()[0] > 0,
+               dynamic_ncols=True)
     for step in bar:
         if not order:
-            order = rng.sample(range(len(traces)), len(traces))
+            order = list(range(len(traces)))
+            if shuffle:
+                rng.shuffle(order)
         rows, order = order[:batch_size], order[batch_size:]
         tokens, attention, mask, cut = join(critic, [traces[i] for i in rows])
         n = mask.sum()
-        warm_up = max(1, round(0.03 * total))
-        optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warm_up, 1 - step / total)
+        optimizer.param_groups[0]["lr"] = lr * ramp(step, total)
         stats = backward(critic, tokens, attention, mask,
                          lambda logp, m, _: sft_loss(logp, m, n), token_budget=token_budget)
         log.append(_means(stats | {"prompt_truncated": (cut, len(rows))})
@@ -586,6 +657,11 @@ def sft(critic: GenCritic, traces: list[tuple[State, str]], *, epochs: int = 2,
         bar.set_postfix(loss=f"{log[-1]['loss']:.4f}")
     critic.model.eval()
     return log
+
+
+def ramp(step: int, total: int) -> float:
+    """3 % of the steps linearly up to 1, the last third linearly down to 0."""
+    return min((step + 1) / max(1, round(0.03 * total)), 1, 3 * (1 - step / total))
 
 
 def join(critic: GenCritic, traces: list[tuple[State, str]],
@@ -599,14 +675,9 @@ def join(critic: GenCritic, traces: list[tuple[State, str]],
     end, room = critic.tokenizer.eos_token_id, critic.max_new_tokens
     replies = [(critic.tokenizer(text, add_special_tokens=False).input_ids + [end])[-room:]
                for _, text in traces]
-    P, L = max(len(ids) for ids, _ in encoded), max(map(len, replies))
-    device, pad = next(critic.model.parameters()).device, critic.tokenizer.pad_token_id
-    rows = [[pad] * (P - len(ids)) + ids + reply + [pad] * (L - len(reply))
-            for (ids, _), reply in zip(encoded, replies)]
-    real = [[0] * (P - len(ids)) + [1] * (len(ids) + len(reply)) + [0] * (L - len(reply))
-            for (ids, _), reply in zip(encoded, replies)]
-    tokens, attention = torch.tensor(rows, device=device), torch.tensor(real, device=device).bool()
-    return tokens, attention, attention[:, P:], sum(cut for _, cut in encoded)
+    prompts = [ids for ids, _ in encoded]
+    pad = critic.tokenizer.pad_token_id
+    return *padded(critic.model, pad, prompts, replies), sum(cut for _, cut in encoded)
 
 
 def _step(model: nn.Module, optimizer, max_norm: float, log: list[dict]) -> dict:
@@ -640,7 +711,8 @@ def rl_pretrain(critic: GenCritic, rollouts: Callable, sampler: Callable, *, ste
     # assumption: AdamW; no source names the optimizer
     optimizer = torch.optim.AdamW(critic.model.parameters(), lr, weight_decay=0.0)
     log = []
-    bar = tqdm(range(steps), "critic, RL", disable=not progress, dynamic_ncols=True)
+    bar = tqdm(range(steps), "critic, RL", disable=not progress or ranks()[0] > 0,
+               dynamic_ncols=True)
     for _ in bar:
         questions, tokens, mask, starts, r = rollouts()
         if critic.success.value is None:
@@ -665,11 +737,19 @@ def rl_pretrain(critic: GenCritic, rollouts: Callable, sampler: Callable, *, ste
 #     0.1 + 0.9 q^m  if the value is right now,        0.1 − 0.1 q^m  if it is wrong
 
 STEPS = 26  # lengths 1 … 26 are equally frequent in the task
+RESPONSE, REPLY = 64, 136  # longest response and reply in tokens
+SIZE, STRENGTH = "0.2M", (0.0, 0.35)  # of actors: as text; share of steps that go wrong
+CLAIMS = os.path.join("runs", "claims", "genac")
 
 
 def chance(q: float, steps_left: int, right: bool) -> float:
     """Probability that the chain ends right."""
     return 0.1 + (0.9 if right else -0.1) * q**steps_left
+
+
+def success_at(wrong: float) -> float:
+    """Success rate, over the task's lengths, of an actor that takes this share of steps wrong."""
+    return sum(chance(1 - 10 * wrong / 9, m, True) for m in range(1, STEPS + 1)) / STEPS
 
 
 @functools.cache
@@ -684,31 +764,32 @@ def persistence(success_rate: float) -> float:
 
 
 def oracle_trace(question: str, prefix: str, success_rate: float) -> str:
-    """`3+7@h=`, `a0b7c5` -> `a0b7c4=5B<answer>1</answer>`: the reasoning, step by easy step.
+    """`3+7@h=`, `a0b7c5`, 0.42 -> `a00=b77=c45!h0.42<answer>0</answer>`: the reasoning, step by
+    easy step.
 
-    The chain up to the last value that the prefix states, that value beside it, verdict (Good or
-    Bad), score.
+    For each step that the prefix states: its letter, the right value, the stated one beside it,
+    whether they agree. Then how far it has to go, the actor's success rate, and the score.
     """
-    chain, stated, right, _ = check_steps(question, prefix)
     p = oracle_chance(question, prefix, success_rate)
-    return f"{chain}={stated}{'G' if right else 'B'}<answer>{round(10 * p)}</answer>"
+    checks = "".join(f"{letter}{value}{stated}{'=' if stated == value else '!'}"
+                     for letter, value, stated in check_steps(question, prefix)[0])
+    return f"{checks}{question[4]}{success_rate:.2f}<answer>{round(10 * p)}</answer>"
 
 
 def oracle_chance(question: str, prefix: str, success_rate: float) -> float:
     """The success probability behind the oracle's score."""
-    _, _, right, left = check_steps(question, prefix)
+    steps, left = check_steps(question, prefix)
+    right = not steps or steps[-1][1] == steps[-1][2]
     return chance(persistence(round(success_rate, 2)), left, right) if left >= 0 else 0.0
 
 
-def check_steps(question: str, prefix: str) -> tuple[str, str, bool, int]:
-    """The right chain up to the prefix's last value, that value, is it right?, steps left."""
+def check_steps(question: str, prefix: str) -> tuple[list[tuple[str, str, str]], int]:
+    """(letter, right value, stated value) up to the prefix's last letter; steps left after it."""
     start, addend, steps = int(question[0]), int(question[2]), _letter(question[4])
-    values = re.findall(r"([a-z])([^a-z])", prefix)  # a policy may write what is no digit
-    last, stated = values[-1] if values else ("", "")
-    done = _letter(last) if last else 0
-    digits = [(start + addend * k) % 10 for k in range(1, done + 1)]
-    chain = "".join(f"{chr(96 + k)}{digit}" for k, digit in enumerate(digits, start=1))
-    return chain, stated, not values or stated == str(digits[-1]), steps - done
+    stated = re.findall(r"([a-z])([^a-z])", prefix)  # a policy may write what is no digit
+    done, said = _letter(stated[-1][0]) if stated else 0, dict(stated)
+    return [(letter, str((start + addend * k) % 10), said.get(letter, "?"))
+            for k, letter in enumerate(string.ascii_lowercase[:done], start=1)], steps - done
 
 
 def _letter(letter: str) -> int:
@@ -724,18 +805,11 @@ def oracle_sampler(model, prompts: list[list[int]], *, tokenizer, max_new_tokens
         prefix, icc, question = tokenizer.decode(ids).rsplit("|", 2)
         text = oracle_trace(question, prefix, float(icc.split(",")[1]))
         replies.append(tokenizer(text).input_ids + [tokenizer.eos_token_id])
-    P, L = max(map(len, prompts)), max(map(len, replies))
-    width = [(P - len(p), len(p), len(z), L - len(z)) for p, z in zip(prompts, replies)]
-    tokens = torch.tensor([[pad_id] * a + p + z + [pad_id] * d
-                           for (a, _, _, d), p, z in zip(width, prompts, replies)])
-    attention = torch.tensor([[0] * a + [1] * (b + c) + [0] * d for a, b, c, d in width]).bool()
-    return tokens, attention, attention[:, P:], torch.zeros(len(prompts), L)
+    tokens, attention, mask = padded(model, pad_id, prompts, replies)
+    return tokens, attention, mask, torch.zeros(mask.shape)
 
 
 # --------------------------------------------------------------------------------- command line
-
-RESPONSE, REPLY = 64, 96  # longest response and reply of the embedded task, in tokens
-
 
 def demo() -> None:
     """One response with an error in it, as the critic sees it at each segment."""
@@ -781,27 +855,66 @@ def demo() -> None:
         print(f"{bad!r:26} -> v̂ = {v}, R_v = {value_reward(r, v):.0f}")
 
 
-def task_states(n: int, seed: int, model_size: str, *, longest: int = STEPS,
-                held_out: bool = False) -> list[State]:
-    """n states of noisy actors of many strengths, balanced over outcome and position, on problems
-    of at most `longest` steps."""
+def task_states(n: int, seed: int, problems: list, strength: tuple[float, float] = STRENGTH,
+                ) -> list[State]:
+    """n states of noisy actors, balanced over outcome and position; an actor's steps go wrong
+    with a probability out of the range `strength`, and it is known by its success rate."""
     import rollout
 
     rng, states, outcome, position = random.Random(seed), [], [], []
-    problems, width = rollout.task_problems(held_out=held_out), math.ceil(RESPONSE / 16)
-    problems = [p for p in problems if _letter(p.prompt[4]) <= longest]
     while len(states) < 2 * n:
-        e = rng.uniform(0.0, 0.35)  # wrong steps of this actor; it is known by its success rate
-        q = 1 - 10 * e / 9
-        rate = sum(chance(q, m, True) for m in range(1, STEPS + 1)) / STEPS
-        problem = rng.choice(problems)
+        e, problem = rng.uniform(*strength), rng.choice(problems)
         text = rollout.demonstration(problem.prompt, e, rng)
         r = int(rollout.chain_reward(text[:-1], problem.answer) > 0)
-        for t in range(0, len(text), width):
-            states.append(State(problem.prompt, text[:t], model_size, rate))
+        for t in range(0, len(text), math.ceil(RESPONSE / 16)):
+            states.append(State(problem.prompt, text[:t], SIZE, success_at(e)))
             outcome.append(r)
             position.append(4 * t // len(text))
     return [states[i] for i in balanced(outcome, position, n, rng)]
+
+
+def noisy_rollouts(critic: GenCritic, problems: list, strength: tuple[float, float], n: int,
+                   seed: int) -> Callable:
+    """rollouts() for rl_pretrain: each time n responses of another noisy actor."""
+    import rollout
+
+    rng = random.Random(seed)
+
+    def rollouts():
+        e, chosen = rng.uniform(*strength), rng.choices(problems, k=n)
+        critic.success.value = success_at(e)
+        texts = [rollout.demonstration(p.prompt, e, rng) for p in chosen]
+        r = [rollout.chain_reward(t[:-1], p.answer) > 0 for t, p in zip(texts, chosen)]
+        tokens, _, mask = padded(critic.model, critic.tokenizer.pad_token_id, [[]] * n,
+                                 critic.tokenizer(texts).input_ids)
+        starts = segment_starts(mask, width=math.ceil(RESPONSE / 16))
+        return [p.prompt for p in chosen], tokens, mask, starts, torch.tensor(r).float()
+
+    return rollouts
+
+
+def respond(actor: GenCritic, problems: list, *, limit: int, verifier: str, instruction: str = "",
+            ends: list[int] | None = None, generator: torch.Generator | None = None):
+    """Questions, response tokens, mask, starts and r of an actor's responses to the problems;
+    under torchrun each rank samples its share and all have the whole. ends: delimiter ids."""
+    import rollout
+
+    rank, size = ranks()
+    share = torch.arange(len(problems))[rank::size]
+    batch = rollout.collect(
+        actor.model, actor.tokenizer,
+        [rollout.encode_prompt(actor.tokenizer, problems[i], instruction=instruction)
+         for i in share], [problems[i].answer for i in share], share, rollout.VERIFIERS[verifier],
+        eos_id=actor.eos_id, max_new_tokens=limit, generator=own_draws(generator))
+    mine = zip(batch.prompt_id.tolist(), batch.tokens[:, -batch.mask.shape[1] :].cpu(),
+               batch.mask.cpu(), batch.reward.tolist())
+    rows = sorted(sum(gathered([(i, row[m].tolist(), r) for i, row, m, r in mine]), []))
+    tokens, _, mask = padded(actor.model, actor.tokenizer.pad_token_id, [[]] * len(rows),
+                             [row for _, row, _ in rows])
+    starts = segment_starts(mask, None if ends is None else ends_by_delimiter(tokens, ends),
+                            width=math.ceil(limit / 16))
+    texts = [p.prompt if isinstance(p.prompt, str) else p.prompt[-1]["content"] for p in problems]
+    return texts, tokens, mask, starts, torch.tensor([float(r > 0) for _, _, r in rows])
 
 
 def true_success(actor: nn.Module, tokenizer, states: list[State], k: int, sampler: Callable,
@@ -826,84 +939,341 @@ def squared_error(v_hat: list[float | None], p: Tensor, k: int, fallback: float)
     return ((v - p).square() - p * (1 - p) / (k - 1)).mean().item()
 
 
+def task_critic(folder: str, device: str = "cpu", *, icc: bool = True, layers: int = 4,
+                ) -> GenCritic:
+    """An untrained critic of the embedded task: the first layers of the actor in the folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=layers)
+    return GenCritic(model.eval().to(device), tokenizer, [tokenizer.eos_token_id],
+                     RunningSuccess(), SIZE, COMPACT, icc, 256, REPLY)
+
+
+def up_to(longest: int, problems: list) -> list:
+    """The problems of at most so many steps."""
+    return [p for p in problems if _letter(p.prompt[4]) <= longest]
+
+
+def guessed_states(n: int, seed: int, problems: list,
+                   strength: tuple[float, float] = STRENGTH) -> list[State]:
+    """n states whose every value is right or a random digit by a coin: practice in checking.
+
+    A noisy actor's first error makes the rest wrong too, so a verdict copies the one before it and
+    a stated value is mostly the right one. Here neither helps: copying and comparing are learned.
+    """
+    rng, states = random.Random(seed), []
+    for _ in range(n):
+        problem = rng.choice(problems)
+        full = check_steps(problem.prompt, f"{problem.prompt[4]}?")[0]
+        prefix = "".join(letter + (value if rng.random() < 0.5 else rng.choice(string.digits))
+                         for letter, value, _ in full[: rng.randint(1, len(full))])
+        states.append(State(problem.prompt, prefix, SIZE, success_at(rng.uniform(*strength))))
+    return states
+
+
+def task_sft(critic: GenCritic, problems: list, args, strength: tuple[float, float], seed: int,
+             ) -> list[dict]:
+    """Stage 1 on the oracle's traces: first of guesses, then of noisy actors' states."""
+    guesses, steps = args.sft_steps
+    states = (guessed_states(guesses * args.sft_batch, seed, problems, strength)
+              + task_states(steps * args.sft_batch, seed, problems, strength))
+    if not critic.icc:  # an oracle that is not told takes the average actor
+        rate = sum(s.success_rate for s in states) / len(states)
+        states = [s._replace(success_rate=rate) for s in states]
+    traces = [(s, oracle_trace(s.question, s.prefix, s.success_rate)) for s in states]
+    return sft(critic, traces, epochs=1, batch_size=args.sft_batch, lr=args.sft_lr,
+               token_budget=8192, shuffle=False, seed=seed, progress=args.progress)
+
+
 def train_task(args) -> None:
     """Stages 1 and 2 on the embedded task, the critic started from its actor, against the truth."""
     import rollout
-    from train import build_base
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from train import first_rank_builds
 
-    folder = build_base()
-    load = lambda: AutoModelForCausalLM.from_pretrained(folder).eval().to(args.device)
-    actor, tokenizer = load().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
-    critic = GenCritic(load(), tokenizer, [tokenizer.eos_token_id], RunningSuccess(), "0.2M",
-                       COMPACT, not args.no_icc, 256, REPLY)
+    folder = first_rank_builds(*ranks())
+    actor, critic = task_critic(folder, args.device), task_critic(folder, args.device,
+                                                                  icc=not args.no_icc)
     rng, sampler = torch.Generator(args.device).manual_seed(args.seed), rollout.generate
-
-    def respond(problems):
-        batch = rollout.collect(
-            actor, tokenizer, [rollout.encode_prompt(tokenizer, p) for p in problems],
-            [p.answer for p in problems], torch.arange(len(problems)), rollout.chain_reward,
-            eos_id=critic.eos_id, max_new_tokens=RESPONSE, generator=rng)
-        starts = segment_starts(batch.mask, width=math.ceil(RESPONSE / 16))
-        tokens = batch.tokens[:, -batch.mask.shape[1] :]
-        return [p.prompt for p in problems], tokens, batch.mask, starts, (batch.reward > 0).float()
-
-    held_out = rollout.task_problems(held_out=True)
-    questions, tokens, _, starts, r = respond(held_out)
-    critic.success.update(r)
+    say = print if ranks()[0] == 0 else lambda *a, **k: None
+    ask_actor = lambda problems: respond(
+        actor, problems, limit=RESPONSE, verifier="chain", generator=rng)
+    problems, held_out = rollout.task_problems(), rollout.task_problems(held_out=True)
+    questions, tokens, _, starts, r = ask_actor(held_out)
+    rate = critic.success.update(r)
     states = states_at(critic, questions, tokens, starts)
     answers = [held_out[b].answer for b in starts.nonzero()[:, 0].tolist()]
     chosen = random.Random(args.seed).sample(range(len(states)), min(args.truth, len(states)))
     states, answers = [states[i] for i in chosen], [answers[i] for i in chosen]
-    p = true_success(actor, tokenizer, states, args.k, sampler, rollout.chain_reward, answers,
-                     RESPONSE, rng)
-    rate = critic.success.value
-    oracle = [parse_score(oracle_trace(s.question, s.prefix, rate)) for s in states]
-    print(f"the actor is right on {rate:.2f} of the held-out problems; {len(states)} states of its "
-          f"responses, {args.k} continuations each: mean p {p.mean():.3f}\n")
-    noisy = task_states(len(states), args.seed + 1, critic.model_size, held_out=True)
+    p = true_success(actor.model, actor.tokenizer, states, args.k, sampler, rollout.chain_reward,
+                     answers, RESPONSE, rng)
+    noisy = task_states(len(states), args.seed + 1, held_out)
     true = torch.tensor([oracle_chance(s.question, s.prefix, s.success_rate) for s in noisy])
-    print(f"{'mean (v̂ − p)², unseen problems':42}{'noisy steps':>13}{'the actor':>11}"
-          f"{'unparsable':>12}{'seconds':>9}")
+    say(f"the actor is right on {rate:.2f} of the held-out problems; {len(states)} states of its "
+        f"responses, {args.k} continuations each: mean p {p.mean():.3f}\n\n"
+        f"{'mean (v̂ − p)², unseen problems':42}{'noisy steps':>13}{'the actor':>11}"
+        f"{'unparsable':>12}{'seconds':>9}")
 
     def line(name: str, v_noisy: list, v_actor: list, seconds: float = 0.0) -> None:
         e = ((torch.tensor([rate if x is None else x for x in v_noisy]) - true) ** 2).mean()
         silent = [x is None for x in v_noisy + v_actor]
-        print(f"{name:42}{e:13.4f}{squared_error(v_actor, p, args.k, rate):11.4f}"
-              f"{sum(silent) / len(silent):12.1%}{seconds:9.0f}", flush=True)
-
-    line("always the mean of p", [true.mean().item()] * len(p), [p.mean().item()] * len(p))
-    line("the oracle program", [round(10 * x) / 10 for x in true.tolist()], oracle)
+        say(f"{name:42}{e:13.4f}{squared_error(v_actor, p, args.k, rate):11.4f}"
+            f"{sum(silent) / len(silent):12.1%}{seconds:9.0f}", flush=True)
 
     def report(name: str, since: float) -> None:
         seconds, critic.silent = time.perf_counter() - since, -1  # no reason to stop here
         replies, _ = ask_states(critic, noisy + states, sampler, rng)
         line(name, replies.v_hat[: len(noisy)], replies.v_hat[len(noisy) :], seconds)
 
+    line("always the mean of p", [true.mean().item()] * len(p), [p.mean().item()] * len(p))
+    line("the oracle program", [round(10 * x) / 10 for x in true.tolist()],
+         [parse_score(oracle_trace(s.question, s.prefix, rate)) for s in states])
     report("critic, untrained (the actor's weights)", time.perf_counter())
     start = time.perf_counter()
-    for longest in (8, STEPS):  # short chains first: more verdicts and scores per token
-        chosen = task_states(args.sft_steps // 2 * args.sft_batch, args.seed, critic.model_size,
-                             longest=longest)
-        traces = [(s, oracle_trace(s.question, s.prefix, s.success_rate)) for s in chosen]
-        sft(critic, traces, epochs=1, batch_size=args.sft_batch, lr=args.sft_lr, token_budget=4096,
-            seed=args.seed)
+    task_sft(critic, problems, args, STRENGTH, args.seed)
     report(f"critic after SFT, {args.sft_steps} steps of {args.sft_batch}", start)
     save(critic, args.out and os.path.join(args.out, "sft"))
-    start, problems, pick = time.perf_counter(), rollout.task_problems(), random.Random(args.seed)
-    log = rl_pretrain(critic, lambda: respond(pick.choices(problems, k=args.batch)), sampler,
-                      steps=args.steps, lr=args.lr, baseline=args.baseline, token_budget=4096,
-                      generator=rng)
+    start, pick = time.perf_counter(), random.Random(args.seed)
+    log = rl_pretrain(critic, lambda: ask_actor(pick.choices(problems, k=args.batch)), sampler,
+                      steps=args.steps, lr=args.lr, baseline=args.baseline, token_budget=8192,
+                      generator=rng, progress=args.progress)
     report(f"critic after RL, {args.steps} steps, {args.baseline}", start)
     save(critic, args.out and os.path.join(args.out, "rl"))
     if log:
         mean = lambda part, name: sum(m[name] for m in part) / len(part)
         first, last = mean(log[:5], "reward"), mean(log[-5:], "reward")
-        print(f"\nRL: R_v {first:.3f} → {last:.3f} (first and last 5 steps), unparsable "
-              f"{mean(log, 'unparsable'):.2%}")
+        say(f"\nRL: R_v {first:.3f} → {last:.3f} (first and last 5 steps), unparsable "
+            f"{mean(log, 'unparsable'):.2%}")
     replies, _ = ask_states(critic, states[:4], sampler, rng)
     for state, reply, truth in zip(states, replies.texts, p):
-        print(f"{state.prefix or '·'} | {state.question} -> {reply}   true p {truth:.2f}")
+        say(f"{state.prefix or '·'} | {state.question} -> {reply}   true p {truth:.2f}")
+
+
+# -------------------------------------------------------------------------------------- claims
+# GenAC's claims about critics, on the embedded task with noisy actors, whose true p is known in
+# closed form. Both kinds start from the actor's weights, read the same states as the same text, and
+# learn in the same number of updates from the same labels: the oracle's scores (the generative one:
+# its traces), then outcomes. The value head reads the last token. Training: chains of at most NEAR
+# steps, actors with 5 to 35 % wrong steps, 90 of the 100 pairs of operands.
+
+NEAR, SEEN = 16, (0.05, 0.35)
+POOLS = (2, 4, 8, 16)
+MODELS = {  # name: kind, layers, ICC
+    "generative": ("generative", 4, True), "generative, no ICC": ("generative", 4, False),
+    "generative, 2 layers": ("generative", 2, True),
+    "discriminative": ("discriminative", 4, True),
+    "discriminative, 2 layers": ("discriminative", 2, True),
+}
+SIDES = ("genac", "ppo", "grpo", "vine-ppo")
+
+
+def claim_sets(n: int, seed: int) -> tuple[list, dict[str, list[State]], list[list[State]]]:
+    """Problems to train on; states by test set; pools of POOLS[-1] partial responses to a problem,
+    cut at the same step: the first is right so far and the others are not."""
+    import rollout
+
+    train, test = rollout.task_problems(), rollout.task_problems(held_out=True)
+    held = lambda p: (int(p.prompt[0]) + 3 * int(p.prompt[2])) % 10 == 7  # 10 pairs, all digits
+    near = up_to(NEAR, [p for p in test if not held(p)])
+    far = [p for p in test if not held(p) and _letter(p.prompt[4]) > NEAR]
+    sets = {"in distribution": (near, SEEN), "longer chains": (far, SEEN),
+            "stronger actors": (near, (0.0, 0.04)),
+            "unseen operands": (up_to(NEAR, [p for p in train + test if held(p)]), SEEN)}
+    states = {name: task_states(n, seed, *how) for name, how in sets.items()}
+    rng, pools = random.Random(seed), []
+    while len(pools) < n // 4:
+        problem, e = rng.choice(near), rng.uniform(0.1, SEEN[1])
+        cut = 2 * rng.randint(1, _letter(problem.prompt[4]))
+        both = {True: [], False: []}
+        for _ in range(100):
+            text = rollout.demonstration(problem.prompt, e, rng)[:cut]
+            _, value, stated = check_steps(problem.prompt, text)[0][-1]
+            both[value == stated].append(State(problem.prompt, text, SIZE, success_at(e)))
+        if both[True] and len(both[False]) >= POOLS[-1] - 1:
+            pools.append(both[True][:1] + both[False][: POOLS[-1] - 1])
+    return up_to(NEAR, [p for p in train if not held(p)]), states, pools
+
+
+def measure(score: Callable, states: dict[str, list[State]], pools: list[list[State]]) -> dict:
+    """Mean (v̂ − p)² by set, and how often the one right candidate of a pool has the top score."""
+    found = {}
+    for name, of_set in states.items():
+        p = torch.tensor([oracle_chance(s.question, s.prefix, s.success_rate) for s in of_set])
+        found[name] = (torch.tensor(score(of_set)) - p).square().mean().item()
+    v = torch.tensor(score([s for pool in pools for s in pool])).view(len(pools), -1)
+    for m in POOLS:  # of equal top scores one is taken at random: its expectation
+        top = v[:, :m] == v[:, :m].amax(1, keepdim=True)
+        found[f"top-1 of {m}"] = (top[:, 0] / top.sum(1)).mean().item()
+    return found
+
+
+def last_value(critic: nn.Module, asked: GenCritic, states: list[State]) -> Tensor:
+    """V [N] of a discriminative critic at the last token of the text that `asked` would get."""
+    prompts = [encode_state(asked, state)[0] for state in states]
+    tokens, attention, _ = padded(critic, asked.tokenizer.pad_token_id, prompts, [[]] * len(states))
+    return critic(tokens, attention)[:, -1]
+
+
+def claim_generative(args, folder: str, layers: int, icc: bool, data: tuple, seed: int) -> dict:
+    """A generative critic untrained, after SFT and after RL: what measure finds."""
+    import rollout
+
+    problems, states, pools = data
+    critic = task_critic(folder, icc=icc, layers=layers)
+    rng, found = torch.Generator().manual_seed(seed), {}
+
+    def score(of_set: list[State]) -> list[float]:
+        critic.silent = -1
+        replies, stats = ask_states(critic, of_set, rollout.generate, rng)
+        silent.append(stats["unparsable"])
+        return [s.success_rate if v is None else v for s, v in zip(of_set, replies.v_hat)]
+
+    for stage in ("untrained", "SFT", "SFT + RL"):
+        start, silent = time.perf_counter(), []
+        if stage == "SFT":
+            task_sft(critic, problems, args, SEEN, seed)
+        elif stage == "SFT + RL":
+            rl_pretrain(critic, noisy_rollouts(critic, problems, SEEN, args.batch, seed),
+                        rollout.generate, steps=args.steps, lr=args.lr, baseline=args.baseline,
+                        generator=rng, token_budget=8192, progress=False)
+        seconds = time.perf_counter() - start
+        found[stage] = measure(score, states, pools) | {"seconds": seconds}
+        found[stage]["unparsable"] = sum(x for x, _ in silent) / sum(n for _, n in silent)
+    return found
+
+
+def claim_discriminative(args, folder: str, layers: int, data: tuple, seed: int) -> dict:
+    """The same of a value head on the same states, in as many updates."""
+    from critic import Critic, value_loss
+    from transformers import AutoModel
+
+    problems, states, pools = data
+    asked = task_critic(folder, layers=layers)
+    torch.manual_seed(seed)  # the head's weights
+    critic = Critic(AutoModel.from_pretrained(folder, num_hidden_layers=layers))
+    found, n = {}, args.sft_batch
+
+    def score(of_set: list[State]) -> list[float]:
+        with torch.no_grad():
+            return ((last_value(critic, asked, of_set) + 1) / 2).clamp(0, 1).tolist()
+
+    def update(of_set: list[State], target: Tensor, lr: float) -> None:
+        optimizer.param_groups[0]["lr"] = lr
+        value_loss(last_value(critic, asked, of_set)[:, None], target[:, None],
+                   torch.ones(len(of_set), 1))[0].backward()
+        _step(critic, optimizer, 10.0, [])
+
+    for stage in ("untrained", "SFT", "SFT + RL"):
+        start, optimizer = time.perf_counter(), torch.optim.AdamW(critic.parameters())
+        if stage == "SFT":
+            total = sum(args.sft_steps)
+            traced = (guessed_states(args.sft_steps[0] * n, seed, problems, SEEN)
+                      + task_states(args.sft_steps[1] * n, seed, problems, SEEN))
+            for step in range(total):
+                rows = traced[step * n : (step + 1) * n]
+                p = [oracle_chance(s.question, s.prefix, s.success_rate) for s in rows]
+                update(rows, 2 * (torch.tensor(p) * 10).round() / 10 - 1,
+                       args.value_lr * ramp(step, total))
+        elif stage == "SFT + RL":
+            rollouts = noisy_rollouts(asked, problems, SEEN, args.batch, seed)
+            for _ in range(args.steps):
+                questions, tokens, mask, starts, r = rollouts()
+                update(states_at(asked, questions, tokens, starts),
+                       2 * r[starts.nonzero()[:, 0]] - 1, args.lr)
+        found[stage] = measure(score, states, pools) | {"seconds": time.perf_counter() - start}
+    return found
+
+
+def claims_of(job: tuple[argparse.Namespace, int | str]) -> None:
+    """All critics of one seed, kept one by one in the seed's file; or the critic for RL's sake."""
+    from train import build_base, write_json
+
+    (args, seed), folder = job, build_base()
+    torch.set_num_threads(1)
+    if seed == "critic":
+        path = os.path.join(CLAIMS, "critic")
+        if not os.path.isfile(os.path.join(path, "rl", "config.json")):
+            with open(os.path.join(CLAIMS, "critic.txt"), "w") as file:
+                with contextlib.redirect_stdout(file):
+                    train_task(argparse.Namespace(**vars(args) | {"out": path}))
+        return
+    path = os.path.join(CLAIMS, f"seed-{seed}.json")
+    found = json.load(open(path)) if os.path.isfile(path) else {}
+    data = claim_sets(args.n, 1000 + seed)
+    for name, (kind, layers, icc) in MODELS.items():
+        if name not in found:
+            print(f"seed {seed}: {name}", flush=True)
+            found[name] = (claim_generative(args, folder, layers, icc, data, seed)
+                           if kind == "generative" else
+                           claim_discriminative(args, folder, layers, data, seed))
+            write_json(path, found)
+
+
+def claims(args) -> None:
+    """GenAC's claims re-measured: tables, and runs/claims/genac.json."""
+    from train import build_base, write_json
+    from torch import multiprocessing
+
+    build_base()
+    os.makedirs(CLAIMS, exist_ok=True)
+    args.progress = False
+    with multiprocessing.get_context("spawn").Pool(2) as pool:  # one thread each
+        list(pool.imap(claims_of, [(args, job) for job in (*range(args.seeds), "critic")], 1))
+    seeds = []
+    for seed in range(args.seeds):
+        with open(os.path.join(CLAIMS, f"seed-{seed}.json")) as file:
+            seeds.append(json.load(file))
+    print_critics(seeds)
+    found = {"critics": seeds, "rl": claim_rl(args)}
+    write_json(CLAIMS + ".json", found)
+    print(f"\nall figures in {CLAIMS}.json")
+
+
+def print_critics(seeds: list[dict]) -> None:
+    """Error by set, and top-1 accuracy by pool size, of each critic and stage: mean ± sd."""
+    from train import spread as over_seeds
+
+    columns = [c for c in seeds[0]["generative"]["SFT"] if c not in ("seconds", "unparsable")]
+    tables = {"mean (v̂ − p)²": [c for c in columns if "top-1" not in c],
+              "top-1 (chance: 1/2, 1/4, 1/8, 1/16)": [c for c in columns if "top-1" in c]}
+    for title, names in tables.items():
+        print(f"\n{title:40}" + "".join(f"{name:>18}" for name in names))
+        for model in MODELS:
+            for stage in seeds[0][model]:
+                cells = [over_seeds([s[model][stage][name] for s in seeds]) for name in names]
+                print(f"{model + ', ' + stage:40}" + "".join(f"{cell:>18}" for cell in cells))
+
+
+def claim_rl(args) -> dict:
+    """PPO, GRPO and VinePPO beside GenAC: success after equal actor updates, and again with as
+    many updates as fit into GenAC's time."""
+    from train import run_all, spread as over_seeds
+
+    folder, size = os.path.join(CLAIMS, "rl"), ["--rollout-batch", "64"]
+    critic = ["--critic", os.path.join(CLAIMS, "critic", "rl"), "--critic-lr", "1e-5"]
+    flags = lambda method, seed, steps: [
+        "--method", method, "--seed", str(seed), "--steps", str(steps), *size,
+        *(critic if method == "genac" else [])]
+    seeds = range(args.seeds)
+    done = run_all({f"{m}-{s}": flags(m, s, args.rl_steps) for m in SIDES for s in seeds}, folder)
+    seconds = {m: statistics.median(  # of a step; the first is left out, it warms up
+        sum(x for name, x in row.items() if name.startswith("time/"))
+        for s in seeds for row in done[f"{m}-{s}"]["metrics"][1:] if "rollout/success" in row)
+        for m in SIDES}
+    fit = {m: round(args.rl_steps * seconds["genac"] / seconds[m]) for m in SIDES[1:]}
+    long = run_all({f"{m}-{s}-long": flags(m, s, fit[m]) for m in fit for s in seeds}, folder)
+    success = lambda run: next(x for name, x in run["after"].items() if name.startswith("eval/avg"))
+    found = {}
+    print(f"\n{'RL, ' + str(args.rl_steps) + ' steps of 64':24}{'seconds a step':>16}"
+          f"{'÷ PPO':>8}{'equal updates':>18}{'equal time':>18}{'its steps':>11}")
+    for m in SIDES:
+        equal = [success(done[f"{m}-{s}"]) for s in seeds]
+        timed = [success(long[f"{m}-{s}-long"]) for s in seeds] if m in fit else equal
+        found[m] = {"seconds": seconds[m], "equal_updates": equal, "equal_time": timed,
+                    "steps": fit.get(m, args.rl_steps)}
+        print(f"{m:24}{seconds[m]:16.2f}{seconds[m] / seconds['ppo']:8.2f}"
+              f"{over_seeds(equal):>18}{over_seeds(timed):>18}{found[m]['steps']:11}")
+    return found
 
 
 def real_critic(args, folder: str) -> GenCritic:
@@ -921,30 +1291,15 @@ def real_critic(args, folder: str) -> GenCritic:
                      not args.no_icc, args.context, args.max_reply)
 
 
-def real_rollouts(args, policy: GenCritic, rng: torch.Generator) -> Callable:
+def real_rollouts(args, actor: GenCritic, rng: torch.Generator) -> Callable:
     """rollouts() -> questions, response tokens, mask, starts, r of the frozen actor's responses."""
     import rollout
 
     problems, pick = rollout.load_problems(args.data), random.Random(args.seed)
-    ends = delimiter_ids(policy.tokenizer, args.delimiter.encode().decode("unicode_escape"))
-
-    def rollouts():
-        chosen = pick.choices(problems, k=args.batch)
-        batch = rollout.collect(
-            policy.model, policy.tokenizer,
-            [rollout.encode_prompt(policy.tokenizer, p, instruction=args.instruction)
-             for p in chosen],
-            [p.answer for p in chosen], torch.arange(len(chosen)),
-            rollout.VERIFIERS[args.verifier], eos_id=policy.eos_id,
-            max_new_tokens=args.max_response, generator=rng)
-        tokens = batch.tokens[:, -batch.mask.shape[1] :]
-        starts = segment_starts(batch.mask, ends_by_delimiter(tokens, ends),
-                                width=math.ceil(args.max_response / 16))
-        texts = [p.prompt if isinstance(p.prompt, str) else p.prompt[-1]["content"]
-                 for p in chosen]
-        return texts, tokens, batch.mask, starts, (batch.reward > 0).float()
-
-    return rollouts
+    ends = delimiter_ids(actor.tokenizer, args.delimiter.encode().decode("unicode_escape"))
+    return lambda: respond(
+        actor, pick.choices(problems, k=args.batch), limit=args.max_response,
+        verifier=args.verifier, instruction=args.instruction, ends=ends, generator=rng)
 
 
 def write_prompts_command(args) -> None:
@@ -969,11 +1324,13 @@ def sft_command(args: argparse.Namespace) -> None:
     """Stage 1 on a JSONL of traces."""
     critic = real_critic(args, args.critic)
     traces = load_traces(args.sft, model_size=args.model_size, success_rate=args.success_rate)
-    log = sft(critic, traces, batch_size=args.batch, lr=args.lr, steps=args.steps, seed=args.seed)
-    cut = sum(m["prompt_truncated"] for m in log) / len(log)
+    log = sft(critic, traces, batch_size=args.batch, lr=args.lr, steps=args.steps or 0,
+              seed=args.seed)
     save(critic, args.out)
-    print(f"loss {log[0]['loss']:.3f} → {log[-1]['loss']:.3f} in {len(log)} steps, {cut:.1%} of "
-          f"the prompts cut; critic in {args.out}")
+    cut = sum(m["prompt_truncated"] for m in log) / len(log)
+    if ranks()[0] == 0:
+        print(f"loss {log[0]['loss']:.3f} → {log[-1]['loss']:.3f} in {len(log)} steps, {cut:.1%} "
+              f"of the prompts cut; critic in {args.out}")
 
 
 def rl_command(args: argparse.Namespace) -> None:
@@ -985,15 +1342,26 @@ def rl_command(args: argparse.Namespace) -> None:
     log = rl_pretrain(critic, real_rollouts(args, actor, rng), rollout.generate,
                       steps=args.steps or 100, lr=args.lr, baseline=args.baseline, generator=rng)
     save(critic, args.out)
-    print(f"R_v {log[0]['reward']:.3f} → {log[-1]['reward']:.3f} in {len(log)} steps, unparsable "
-          f"{log[0]['unparsable']:.1%} → {log[-1]['unparsable']:.1%}; critic in {args.out}")
+    if ranks()[0] == 0:
+        print(f"R_v {log[0]['reward']:.3f} → {log[-1]['reward']:.3f} in {len(log)} steps, "
+              f"unparsable {log[0]['unparsable']:.1%} → {log[-1]['unparsable']:.1%}; critic in "
+              f"{args.out}")
 
 
 def save(critic: GenCritic, folder: str) -> None:
-    """Model and tokenizer as a Hugging Face folder; nothing for an empty name."""
-    if folder:
+    """Model and tokenizer as a Hugging Face folder, by one rank; nothing for an empty name."""
+    if folder and ranks()[0] == 0:
         critic.model.save_pretrained(folder)
         critic.tokenizer.save_pretrained(folder)
+
+
+def join_ranks(args) -> None:
+    """The process group that torchrun has laid out, if it has, and this rank's device."""
+    if "RANK" in os.environ:
+        cuda = args.device == "cuda"
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
 
 
 def main() -> None:
@@ -1001,6 +1369,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="generative critic: demo, or one of its stages")
     add = parser.add_argument
     add("--train", action="store_true", help="stages 1 and 2 on the embedded task")
+    add("--claims", action="store_true", help="GenAC's claims re-measured on the embedded task")
     add("--write-prompts", metavar="FILE", help="JSONL of prompts for an oracle of your own")
     add("--sft", metavar="FILE", help="stage 1 on a JSONL of traces")
     add("--rl", action="store_true", help="stage 2")
@@ -1008,9 +1377,9 @@ def main() -> None:
     add("--actor", metavar="DIR", help="model whose responses are judged")
     add("--data", metavar="FILE", help="JSONL of problems")
     add("--out", metavar="DIR", default="", help="where the critic goes")
-    add("--steps", type=int, default=None, help="steps [--train: 20, --sft: 2 epochs, --rl: 100]")
+    add("--steps", type=int, help="steps [--train, --claims: 20, --sft: 2 epochs, --rl: 100]")
     add("--batch", type=int, default=64, help="traces, or responses, per step")
-    add("--lr", type=float, default=None, help="[--train: 1e-4 of RL, else 1e-6]")
+    add("--lr", type=float, help="[--train, --claims: 1e-4 of RL, else 1e-6]")
     add("--baseline", default="none", choices=("none", "mean", "leave-one-out"))
     add("--no-icc", action="store_true", help="leave the actor's size and success rate out")
     add("--model-size", default="unknown", help="the actor's, as text")
@@ -1022,10 +1391,14 @@ def main() -> None:
     add("--instruction", default=r"Please reason step by step, and put your final answer within "
         r"\boxed{}.", help="added to each problem")
     add("--verifier", default="boxed", help="of responses: boxed, number, math_verify or chain")
-    add("--n", type=int, default=512, help="prompts to write")
-    add("--sft-steps", type=int, default=700, help="of --train")
-    add("--sft-batch", type=int, default=128, help="of --train")
-    add("--sft-lr", type=float, default=3e-3, help="of --train")
+    add("--n", type=int, help="prompts to write [512], or states of a test set of --claims [240]")
+    add("--sft-steps", type=int, nargs=2, default=[600, 600], metavar="N",
+        help="of --train and --claims: on guesses, then on noisy actors' states")
+    add("--sft-batch", type=int, default=24, help="of --train and --claims")
+    add("--sft-lr", type=float, default=3e-3, help="of --train and --claims")
+    add("--value-lr", type=float, default=1e-3, help="of --claims: of the discriminative critic")
+    add("--seeds", type=int, default=3, help="of --claims")
+    add("--rl-steps", type=int, default=30, help="of --claims: of the actor")
     add("--truth", type=int, default=400, help="states whose true value --train measures")
     add("--k", type=int, default=64, help="continuations per such state")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -1038,15 +1411,22 @@ def main() -> None:
         if missing:
             parser.error(f"--{flag.replace('_', '-')} needs --{missing[0]}")
     torch.manual_seed(args.seed)
-    if args.train:
-        args.steps = 20 if args.steps is None else args.steps
-    args.lr = args.lr or (1e-4 if args.train else 1e-6)
-    command = (train_task if args.train else write_prompts_command if args.write_prompts else
+    embedded, args.progress = args.train or args.claims, True
+    if embedded and args.steps is None:
+        args.steps = 20
+    args.lr = args.lr or (1e-4 if embedded else 1e-6)
+    args.n = args.n or (240 if args.claims else 512)
+    command = (train_task if args.train else claims if args.claims else
+               write_prompts_command if args.write_prompts else
                sft_command if args.sft else rl_command if args.rl else lambda _: demo())
     try:
+        join_ranks(args)
         command(args)
     except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
         raise SystemExit(f"error: {error}") from None
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

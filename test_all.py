@@ -3371,7 +3371,7 @@ def _tiny():
 
 
 def _traces(n):
-    states = genac.task_states(n, 0, "0.2M")
+    states = genac.task_states(n, 0, rollout.task_problems())
     return [(s, genac.oracle_trace(s.question, s.prefix, s.success_rate)) for s in states]
 
 
@@ -3484,14 +3484,17 @@ def test_genac_trace_errors(tmp_path, line, message):
 
 
 @pytest.mark.parametrize("prefix, trace", [
-    ("", "=G"), ("a0", "a0=0G"), ("a0b7c4", "a0b7c4=4G"), ("a0b7c5", "a0b7c4=5B"),
-    ("a0b8c4", "a0b7c4=4G"),  # two errors that cancel: right again
-    ("a0b", "a0=0G"), ("a0c4", "a0b7c4=4G"), ("aG", "a0=GB"), ("a0b7c4d1e8", "a0b7c4d1e8=8G"),
+    ("", ""), ("a0", "a00="), ("a0b7c4", "a00=b77=c44="), ("a0b7c5", "a00=b77=c45!"),
+    ("a0b8c4", "a00=b78!c44="),  # two errors that cancel: right again
+    ("a0b", "a00="), ("a0c4", "a00=b7?!c44="), ("aG", "a0G!"),
+    ("a0b7c4d1e8", "a00=b77=c44=d11=e88="),
 ])
 def test_genac_oracle_checks_each_step(prefix, trace):
-    """`3+7@d=`: the right chain up to the prefix's last value, that value, Good or Bad, a score."""
+    """`3+7@d=`: each step's letter, right value, stated value, do they agree; then the score."""
     reply = genac.oracle_trace("3+7@d=", prefix, 0.4)
-    assert reply.startswith(trace + "<answer>") and parse_score(reply) is not None
+    assert reply.startswith(trace + "d0.40<answer>") and parse_score(reply) is not None
+    wrong = genac.oracle_chance("3+7@d=", "a0b7c5", 0.4)
+    assert wrong < 0.1 < genac.oracle_chance("3+7@d=", "a0b8c4", 0.4)
     if prefix == "a0b7c4d1e8":
         assert parse_score(reply) == 0  # past the end
     tokenizer = rollout.task_tokenizer()
@@ -3533,6 +3536,104 @@ def test_genac_oracle_in_the_place_of_a_critic():
     assert value[0, 12] == -1 and value[1, 12] == 1
     A = spread(gae.gae(value, torch.tensor([-1.0, 1.0]), starts, 0.0), starts, mask)
     assert A[0].argmin() == 8 and A[1, 8] > 0
+
+
+_TWO_RANKS = '''
+import sys
+import genac, rollout, torch, torch.distributed as dist
+from transformers import AutoModelForCausalLM
+if "RANK" in __import__("os").environ:
+    dist.init_process_group("gloo")
+critic = genac.task_critic(sys.argv[1], layers=2)
+problems = rollout.task_problems()
+states = genac.task_states(11, 0, problems)
+traces = [(s, genac.oracle_trace(s.question, s.prefix, s.success_rate)) for s in states]
+tokens, attention, mask, _ = genac.join(critic, traces)
+n = mask.sum()
+grads, totals = [], []
+for _ in range(2):  # the second adds to what the first has left
+    stats = genac.backward(critic, tokens, attention, mask,
+                           lambda x, m, _: genac.sft_loss(x, m, n), token_budget=300)
+grads.append(torch.cat([p.grad.flatten() for p in critic.model.parameters()]))
+critic.model.zero_grad()
+v_hat = [genac.parse_score(text) for _, text in traces]
+replies = genac.Replies(tokens, attention, mask, [text for _, text in traces], v_hat)
+r = torch.arange(11) % 2
+more = genac.reinforce_backward(critic, replies, r.float(), baseline="mean", token_budget=300)
+grads.append(torch.cat([p.grad.flatten() for p in critic.model.parameters()]))
+critic.temperature, critic.max_new_tokens, critic.silent = 0.0, 12, -1  # greedy: any rank's is one
+few, _ = genac.ask_states(critic, states[:1], rollout.generate)
+all_, _ = genac.ask_states(critic, states, rollout.generate)
+asked = genac.respond(critic, problems[:5], limit=12, verifier="chain",
+                      generator=torch.Generator().manual_seed(0))
+assert [len(x) for x in asked] == [5] * 5 and asked[0] == [p.prompt for p in problems[:5]]
+if genac.ranks()[0] == genac.ranks()[1] - 1:  # the last rank: it must hold the whole too
+    torch.save([grads, float(stats["loss"][0]), float(more["reward"][0]), few.texts, all_.texts],
+               sys.argv[2])
+if dist.is_initialized():
+    dist.destroy_process_group()
+'''
+
+
+def test_genac_two_ranks_are_one(tmp_path):
+    """Under torchrun each rank takes its share: gradients agree to 1e-6, replies and sums too."""
+    _tiny().save_pretrained(tmp_path / "model")
+    rollout.task_tokenizer().save_pretrained(tmp_path / "model")
+    script, found = tmp_path / "two.py", []
+    script.write_text(_TWO_RANKS)
+    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.abspath(genac.__file__)),
+                        "OMP_NUM_THREADS": "1"}
+    for start in ([], ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
+                       "0", "--standalone"]):
+        out = str(tmp_path / f"out-{len(start)}")
+        subprocess.run([sys.executable, *start, str(script), str(tmp_path / "model"), out],
+                       env=env, check=True, capture_output=True, timeout=120)
+        found.append(torch.load(out, weights_only=False))
+    one, two = found
+    for a, b in zip(one[0], two[0]):
+        assert a.norm() > 0.01 and torch.allclose(a, b, atol=1e-6)
+    assert one[1:3] == pytest.approx(two[1:3], rel=1e-5) and one[3:] == two[3:]
+
+
+def test_genac_pools_hold_one_right_candidate():
+    """claim_sets: the first of a pool is right so far, the others are not, all cut at one step;
+    the operands held out are in no other set, and the chains are as long as each set says."""
+    problems, states, pools = genac.claim_sets(16, 0)
+    held = lambda q: (int(q[0]) + 3 * int(q[2])) % 10 == 7
+    assert len(pools) == 4 and all(len(pool) == genac.POOLS[-1] for pool in pools)
+    for pool in pools:
+        p = [genac.oracle_chance(s.question, s.prefix, s.success_rate) for s in pool]
+        assert p[0] > max(p[1:]) and len({(s.question, len(s.prefix)) for s in pool}) == 1
+    long = lambda q: ord(q[4]) - 96 > genac.NEAR
+    assert not any(held(p.prompt) or long(p.prompt) for p in problems)
+    for name, of_set in states.items():
+        assert all(held(s.question) == (name == "unseen operands") for s in of_set)
+        assert all(long(s.question) == (name == "longer chains") for s in of_set)
+    seen = {s.question for s in states["in distribution"]}
+    assert not seen & {p.prompt for p in problems}
+
+
+def test_genac_measure_by_hand():
+    """The truth as the score has error 0 and picks the right one; a constant has chance."""
+    _, states, pools = genac.claim_sets(16, 1)
+    truth = lambda of: [genac.oracle_chance(s.question, s.prefix, s.success_rate) for s in of]
+    found = genac.measure(truth, states, pools)
+    assert all(found[name] == pytest.approx(0, abs=1e-6) for name in states)
+    assert all(found[f"top-1 of {m}"] == 1 for m in genac.POOLS)
+    found = genac.measure(lambda of: [0.5] * len(of), states, pools)
+    assert all(found[f"top-1 of {m}"] == pytest.approx(1 / m) for m in genac.POOLS)
+    assert all(found[name] > 0.01 for name in states)
+
+
+def test_genac_guesses_give_each_verdict_a_coin():
+    """guessed_states: a value is right with ½ + ½·¹⁄₁₀, whatever the one before it is."""
+    states = genac.guessed_states(600, 0, rollout.task_problems())
+    right = [[value == stated for _, value, stated in genac.check_steps(s.question, s.prefix)[0]]
+             for s in states]
+    share = lambda x: sum(x) / len(x)
+    assert abs(share([x for row in right for x in row]) - 0.55) < 0.03
+    after = [b for row in right for a, b in zip(row, row[1:]) if not a]
+    assert abs(share(after) - 0.55) < 0.04  # of noisy actors' states hardly one
 
 
 # ---------------------------------------------------------------------------------------- train.py
@@ -4390,7 +4491,7 @@ def test_train_initial_pool_has_one_policy(go):
     "--method genac", "--method asyppo --k 4", "--method grpo-x --k 4 --selection greso",
     "--method spo"])
 def test_train_every_state_of_a_method_is_resumed(go, base, flags):
-    """Second critic, generative critic, streaks, tracker: one step and one resumed are two steps."""
+    """Second critic, generative critic, streaks, tracker: one step and a resumed one are two."""
     flags += f" --critic {base}" if "genac" in flags else ""
     assert go("--steps 2 --out whole " + flags) == 0
     assert go("--steps 1 --out parts " + flags) == 0
@@ -4461,6 +4562,16 @@ def test_train_comparison_runs_once_and_goes_on(go, monkeypatch, capsys):
     assert len(started) == len(set(started)) == 3 + 4 + 4  # critics, grid, seeds
     os.remove("runs/compare/reinforce++-lr1e-3-s0/result.json")  # as if it had been cut
     assert train.main(how) == 0 and started[11:] == ["reinforce++-lr1e-3-s0"]
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--lrs 1e-4;2e-4", "--lrs: expected learning rates separated by commas"),
+    ("--seeds 0", "--seeds: expected 1 or more, found 0"),
+    ("--rollout-batch 0", "--rollout-batch: expected 1 or more, found 0")])
+def test_train_comparison_errors(go, capsys, flags, message):
+    """Before a run is started, one sentence."""
+    assert train.main(["--compare", "single", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_train_share_of_medium_prompts_by_hand(monkeypatch):

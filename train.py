@@ -196,7 +196,8 @@ PRESETS = {
         steps=80, rollout_batch=256, max_prompt=16, max_response=64, max_rows=256,
         verifier="chain", instruction="", lr=5e-5, critic_lr=2.5e-4, pool_size=5120,
         pretrain_size=10240, pretrain_lr=1e-3, pretrain_lr_final=1e-4, pretrain_batch=32,
-        daps_uniform=10, daps_ramp=20, eval_problems=400, eval_k=4, vine_k=4, reply=96, context=256,
+        daps_uniform=10, daps_ramp=20, eval_problems=400, eval_k=4, vine_k=4, reply=136,
+        context=256,
     ),
     # the paper's public settings; one 8-GPU node
     "qwen2.5-math-1.5b": dict(
@@ -2212,6 +2213,13 @@ def experiments(argv: list[str]) -> None:
     add("--folder", default="runs/compare", help="where the runs and the tables' JSON are kept")
     add("--seed", type=int, default=0, help="of --show-values")
     args = parser.parse_args(argv)
+    if not re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?(,\d+(\.\d+)?(e-?\d+)?)*", args.lrs):
+        raise ValueError("--lrs: expected learning rates separated by commas, as 5e-5,1e-4; "
+                         f"found {args.lrs}")
+    for name in ("seeds", "steps", "rollout_batch", "workers"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected 1 or more, "
+                             f"found {getattr(args, name)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs end too
     build_base()
     if args.compare:
