@@ -1392,7 +1392,7 @@ def main() -> None:
         r"\boxed{}.", help="added to each problem")
     add("--verifier", default="boxed", help="of responses: boxed, number, math_verify or chain")
     add("--n", type=int, help="prompts to write [512], or states of a test set of --claims [240]")
-    add("--sft-steps", type=int, nargs=2, default=[600, 600], metavar="N",
+    add("--sft-steps", type=int, nargs=2, default=[700, 700], metavar="N",
         help="of --train and --claims: on guesses, then on noisy actors' states")
     add("--sft-batch", type=int, default=24, help="of --train and --claims")
     add("--sft-lr", type=float, default=3e-3, help="of --train and --claims")

@@ -1824,7 +1824,8 @@ COMPARISONS = {
     "group": ("--method s3ac --k 8", "--method grpo-x"),
     "daps": ("--method s3ac", "--method s3ac --selection uniform", "--method s3ac --k 8",
              "--method s3ac --k 8 --selection uniform"),
-    "loss": ("--method s3ac", "--method s3ac --loss ppo-clip", "--method s3ac --loss dis"),
+    "loss": ("--method s3ac", "--method s3ac --loss ppo-clip", "--method s3ac --loss dis",
+             "--method reinforce++ --loss dis"),  # the last one: without a critic
     # one setting of DAPS at a time, at the learning rate of the first arm
     "sweep": ("--method s3ac", *(f"--method s3ac {x}" for x in (
         "--a-min 0.3", "--n-c 1", "--n-c 10", "--decay 0.9", "--daps-uniform 0 --daps-ramp 0"))),

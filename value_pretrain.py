@@ -626,7 +626,7 @@ CRITICS = {
     "full": ("coverage", True, "none"),
     "head-only": ("coverage", True, "backbone"),
 }
-ACTORS = ("coverage", "initial", "full", "head-only")  # critics that also train an actor
+ACTORS = ("coverage", "initial", "head-only")  # critics that also train an actor
 POLICIES = ("initial policy", "stronger policy")
 
 
@@ -933,8 +933,8 @@ def main() -> None:
     add("--strong", metavar="DIR", default="", help="stronger policy; empty: the actor trained "
         "with the initial critic")
     add("--steps", type=int, default=60, help="of an actor")
-    add("--lr", type=float, default=1e-4, help="of an actor")
-    add("--critic-lr", type=float, default=5e-4, help="of a critic while it trains an actor")
+    add("--lr", type=float, default=5e-5, help="of an actor: the one that s3ac was tuned to")
+    add("--critic-lr", type=float, default=2.5e-4, help="of a critic while it trains an actor")
     add("--prefixes", type=int, default=200, help="states whose true success is measured")
     add("--continuations", type=int, default=32, help="of each of them")
     args = parser.parse_args()
