@@ -907,9 +907,8 @@ def _claims(args: argparse.Namespace) -> None:
 
 WHY = """
 "yes" and "no" are gaps of over two standard errors of the seeds (of one seed: any gap).
-- The gap in coverage is smaller here than in the paper. A response is as long as its problem has
-  steps, whoever writes it: a stronger policy brings long responses that end right more often, but
-  no length that the initial policy does not write by itself.
+- A response is as long as its problem has steps, whoever writes it: a stronger policy brings long
+  responses that end right more often, but no length that the initial one does not write by itself.
 - A balanced draw shows as many right as wrong responses of each length. It takes away what tells a
   hard prompt from an easy one here, its length, and the critic learns a success rate near one half:
   compare |said − right| of coverage with coverage-plain, of initial-balanced with initial. Before
