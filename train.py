@@ -2222,8 +2222,8 @@ def experiments(argv: list[str]) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: expected 1 or more, "
                              f"found {getattr(args, name)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs end too
-    build_base()
     if args.compare:
+        build_base()  # once, before two runs want it
         compare(args)
     if args.show_values:
         show_values(args.show_values, args.seed)
