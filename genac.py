@@ -1247,7 +1247,7 @@ def print_critics(seeds: list[dict]) -> None:
 def claim_rl(args) -> dict:
     """PPO, GRPO and VinePPO beside GenAC: success after equal actor updates, and again with as
     many updates as fit into GenAC's time."""
-    from train import run_all, spread as over_seeds
+    from train import run_all, spread as over_seeds, success
 
     folder, size = os.path.join(CLAIMS, "rl"), ["--rollout-batch", "64"]
     critic = ["--critic", os.path.join(CLAIMS, "critic", "rl"), "--critic-lr", "1e-5"]
@@ -1262,7 +1262,6 @@ def claim_rl(args) -> dict:
         for m in SIDES}
     fit = {m: round(args.rl_steps * seconds["genac"] / seconds[m]) for m in SIDES[1:]}
     long = run_all({f"{m}-{s}-long": flags(m, s, fit[m]) for m in fit for s in seeds}, folder)
-    success = lambda run: next(x for name, x in run["after"].items() if name.startswith("eval/avg"))
     found = {}
     print(f"\n{'RL, ' + str(args.rl_steps) + ' steps of 64':24}{'seconds a step':>16}"
           f"{'÷ PPO':>8}{'equal updates':>18}{'equal time':>18}{'its steps':>11}")

@@ -133,7 +133,7 @@ class Config:
                               "a sixteenth of max_response")
     vine_k: int = flag(9, "continuations per step's start (vine-ppo)")
     # actor
-    loss: str = flag("", "cispo, ppo-clip or dis; empty: the method's own")
+    loss: str = flag("", "entry of LOSSES: cispo, ppo-clip, dis, …; empty: the method's own")
     lr: float = flag(1e-6, "learning rate")
     mini_batches: int = flag(8, "optimizer steps per epoch over a rollout batch")
     clip_norm: float = flag(1.0, "gradient norm limit")
@@ -482,6 +482,13 @@ def check(cfg: Config) -> None:
     if cfg.router_replay and cfg.sampler != "generate":
         raise ValueError("--router-replay: expected --sampler generate, which notes the expert "
                          f"choices, found {cfg.sampler}")
+    check_critic(cfg, method)
+    if cfg.verifier == "math_verify":
+        rollout.VERIFIERS["math_verify"](r"\boxed{1}", "1")  # ImportError that names the package
+
+
+def check_critic(cfg: Config, method: Method) -> None:
+    """ValueError unless --critic names what the method's kind of critic is read from."""
     expected = {"generative": ("a language model that gives scores", "config.json", 1),
                 "critics": ("two critics, separated by a comma", HEAD_FILE, 2),
                 }.get(method.value, ("a critic", HEAD_FILE, 1))
@@ -493,8 +500,6 @@ def check(cfg: Config) -> None:
     if method.value == "generative" and not cfg.critic:
         raise ValueError("--critic: expected the folder of a language model that gives scores (see "
                          "python genac.py --train, --sft and --rl), found none")
-    if cfg.verifier == "math_verify":
-        rollout.VERIFIERS["math_verify"](r"\boxed{1}", "1")  # ImportError that names the package
 
 
 def looks_local(path: str) -> bool:
@@ -537,7 +542,6 @@ class Run:
     before: dict = field(default_factory=dict)  # the evaluation before training
     nonfinite: dict = field(default_factory=lambda: {"actor": 0, "critic": 0})  # in a row
     stop: bool = False  # Ctrl-C: after this step
-
 
     @property
     def answers(self) -> list[str]:
@@ -1849,6 +1853,7 @@ def run_all(jobs: dict[str, list[str]], folder: str, workers: int = 2) -> dict[s
     done = [name for name in jobs if finished(os.path.join(folder, name))]
     waiting, running = [name for name in jobs if name not in done], {}
     os.makedirs(folder, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs end too
     bar = tqdm(total=len(jobs), initial=len(done), desc=folder, dynamic_ncols=True)
     try:
         while waiting or running:
@@ -1861,7 +1866,7 @@ def run_all(jobs: dict[str, list[str]], folder: str, workers: int = 2) -> dict[s
                 bar.update(), tqdm.write(f"{name}: {last}")
     except BaseException:
         for process in running.values():  # each ends after its step, with a checkpoint
-            process.send_signal(signal.SIGINT)
+            process.terminate()
         for process in running.values():
             process.wait()
         raise
@@ -1883,7 +1888,7 @@ def launch(flags: list[str], folder: str, name: str, workers: int) -> subprocess
     with open(path + ".log", "a") as said:
         return subprocess.Popen(
             [sys.executable, os.path.abspath(__file__), *how], stdout=said,
-            stderr=subprocess.STDOUT, start_new_session=True,  # its Ctrl-C comes from run_all
+            stderr=subprocess.STDOUT, start_new_session=True,  # Ctrl-C reaches it through run_all
             env=os.environ | {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""})
 
 
@@ -1892,7 +1897,7 @@ def settle(folder: str, name: str, status: int) -> str:
     RuntimeError for any other end."""
     path = os.path.join(folder, name)
     with open(path + ".log", errors="replace") as file:
-        last = file.read().strip().splitlines()[-1]
+        last = ["no word", *file.read().strip().splitlines()][-1]
     if status == 1 and not finished(path):  # collapsed: nothing to learn from, or not finite
         write_json(os.path.join(path, "result.json"), {"before": {}, "after": {}, "stopped": last})
     elif status:
@@ -2078,6 +2083,8 @@ def show_values(folder: str, seed: int, problems: int = 100, n: int = 16) -> Non
 
 def finished_run(folder: str) -> Run:
     """Actor and critic of a run as they were at its end; ValueError for a run without a critic."""
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise ValueError(f"--show-values: expected the folder of a finished run, found {folder}")
     cfg = resumed(folder, {})
     actor, critic = os.path.join(folder, "actor"), os.path.join(folder, "critic")
     if method_of(cfg).value != "critic" or not os.path.isdir(critic):
@@ -2116,12 +2123,12 @@ def print_response(run: Run, b: Batch, answer: str, title: str, rng: torch.Gener
     """One response in pieces: V and the truth 2p − 1 at a piece's start, mean advantage in it."""
     starts = pieces(b)
     p = monte_carlo(run, b, starts, [answer], k, rng)
-    at, T, wrong = starts[0].nonzero()[:, 0].tolist(), int(b.mask.sum()), error_of(run, b, 0)
-    prompt = run.tokenizer.decode(b.tokens[0, : -b.mask.shape[1]][b.attention[0, : -T]][-200:])
+    at, T, wrong = starts[0].nonzero()[:, 0].tolist(), b.mask.shape[1], error_of(run, b, 0)
+    prompt = run.tokenizer.decode(b.tokens[0, :-T][b.attention[0, :-T]][-200:])
     print(f"\na {title} response to {prompt}\n{'t':>5}  {'tokens':20}{'V(s_t)':>8}"
           f"{'2p − 1':>8}{'mean Â':>8}    (p: {k} continuations)")
     for start, stop, truth in zip(at, [*at[1:], T], (2 * p - 1).tolist()):
-        text = run.tokenizer.decode(b.tokens[0, -b.mask.shape[1] :][start:stop])
+        text = run.tokenizer.decode(b.tokens[0, -T:][start:stop])
         mark = "   ← the first wrong step" if wrong is not None and start <= wrong < stop else ""
         V, A = b.value[0, start], b.advantage[0, start:stop].mean()
         print(f"{start:5}  {text[-20:]!r:20}{V:+8.2f}{truth:+8.2f}{A:+8.2f}{mark}")
@@ -2221,7 +2228,6 @@ def experiments(argv: list[str]) -> None:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected 1 or more, "
                              f"found {getattr(args, name)}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs end too
     if args.compare:
         build_base()  # once, before two runs want it
         compare(args)
@@ -2239,6 +2245,7 @@ def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
     out = sys.stdout if rank == 0 else open(os.devnull, "w")  # one rank speaks; all report errors
     who = f"rank {rank}: " if "RANK" in os.environ else ""
+    cfg = None  # of experiments, which are many runs
     with contextlib.redirect_stdout(out):
         try:
             if argv and argv[0] in ("--compare", "--show-values", "--plot"):
@@ -2253,7 +2260,7 @@ def main(argv: list[str]) -> int:
             train(run)
             return finish(run)
         except KeyboardInterrupt:
-            if "cfg" not in locals():  # experiments
+            if cfg is None:
                 print("\ninterrupted: the same command goes on where this one stopped")
                 return 130
             last, pool = checkpoints(cfg.out), os.path.join(cfg.out, "pool")

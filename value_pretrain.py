@@ -791,13 +791,13 @@ def _print_bins(found: dict) -> None:
 
 def _trained(runs: list[dict]) -> dict[str, list[float]]:
     """Success after training, and EV and value loss of the first ten steps, one figure per seed."""
-    from train import mean_finite
+    from train import mean_finite, success
 
     def early(run: dict, key: str) -> float:
         steps = [row for row in run["metrics"] if row["step"] <= 10 and key in row]
         return mean_finite([row[key] for row in steps])
 
-    return {"success": [r["after"]["eval/avg@4"] for r in runs],
+    return {"success": [success(run) for run in runs],
             "ev": [early(r, "critic/explained_variance") for r in runs],
             "loss": [early(r, "critic/loss") for r in runs]}
 
