@@ -407,6 +407,7 @@ def _of(cells: list[dict], std: str, limit: str) -> list[dict]:
 def _against_paper(name: str, cells: list[dict]) -> None:
     """The paper's statements, its figures and ours, and whether ours say the same."""
     def mean(key: str, std: str, limit: str) -> float:
+        """The mean over the seeds of one cell."""
         rows = _of(cells, std, limit)
         return sum(r[key] for r in rows) / len(rows)
 

@@ -838,13 +838,14 @@ def demo() -> None:
     prompt = critic_prompt(question, text[:12], model_size="0.2M", success_rate=success.value)
     print("  | " + prompt.replace("\n", "\n  | "))
     print("\nWhat a critic of the embedded task is asked, and what the oracle program replies:\n")
-    print(f"{'prompt':38}{'reply':43}{'v̂':>5}{'V':>6}{'R_v':>6}  {'segment':9}"
+    wide = 1 + max(map(len, replies.texts))
+    print(f"{'prompt':38}{'reply':{wide}}{'v̂':>5}{'V':>6}{'R_v':>6}  {'segment':9}"
           f"{'Â λ=1':>6}{'Â λ=½':>7}")
     where = starts[0].nonzero()[:, 0].tolist()
     stops = [*where[1:], len(text) + 1]
     for t, stop, reply, v in zip(where, stops, replies.texts, replies.v_hat):
         prompt, _ = encode_state(critic, State(question, text[:t], "0.2M", success.value))
-        print(f"{tokenizer.decode(prompt):38}{reply:42}{v:5.1f}{value[0, t]:+6.1f}"
+        print(f"{tokenizer.decode(prompt):38}{reply:{wide}}{v:5.1f}{value[0, t]:+6.1f}"
               f"{value_reward(r, v):6.2f}  {(text + '$')[t:stop]:8}{A[0, t]:+7.2f}"
               f"{A_half[0, t]:+7.2f}")
     print("\nThe step d2 should be d1. With λ = 1 a segment gets R − V(its start): once the error\n"
@@ -880,7 +881,8 @@ def noisy_rollouts(critic: GenCritic, problems: list, strength: tuple[float, flo
 
     rng = random.Random(seed)
 
-    def rollouts():
+    def rollouts() -> tuple[list[str], Tensor, Tensor, Tensor, Tensor]:
+        """Questions, tokens, mask, starts and r of one actor's responses."""
         e, chosen = rng.uniform(*strength), rng.choices(problems, k=n)
         critic.success.value = success_at(e)
         texts = [rollout.demonstration(p.prompt, e, rng) for p in chosen]
@@ -1015,12 +1017,14 @@ def train_task(args) -> None:
         f"{'unparsable':>12}{'seconds':>9}")
 
     def line(name: str, v_noisy: list, v_actor: list, seconds: float = 0.0) -> None:
+        """A row of the table: the errors of scores of both kinds of states."""
         e = ((torch.tensor([rate if x is None else x for x in v_noisy]) - true) ** 2).mean()
         silent = [x is None for x in v_noisy + v_actor]
         say(f"{name:42}{e:13.4f}{squared_error(v_actor, p, args.k, rate):11.4f}"
             f"{sum(silent) / len(silent):12.1%}{seconds:9.0f}", flush=True)
 
     def report(name: str, since: float) -> None:
+        """A row for the critic as it is now."""
         seconds, critic.silent = time.perf_counter() - since, -1  # no reason to stop here
         replies, _ = ask_states(critic, noisy + states, sampler, rng)
         line(name, replies.v_hat[: len(noisy)], replies.v_hat[len(noisy) :], seconds)
@@ -1123,6 +1127,7 @@ def claim_generative(args, folder: str, layers: int, icc: bool, data: tuple, see
     rng, found = torch.Generator().manual_seed(seed), {}
 
     def score(of_set: list[State]) -> list[float]:
+        """v̂ of the states, the success rate where a reply has none."""
         critic.silent = -1
         replies, stats = ask_states(critic, of_set, rollout.generate, rng)
         silent.append(stats["unparsable"])
@@ -1154,10 +1159,12 @@ def claim_discriminative(args, folder: str, layers: int, data: tuple, seed: int)
     found, n = {}, args.sft_batch
 
     def score(of_set: list[State]) -> list[float]:
+        """v̂ = (V + 1)/2 of the states."""
         with torch.no_grad():
             return ((last_value(critic, asked, of_set) + 1) / 2).clamp(0, 1).tolist()
 
     def update(of_set: list[State], target: Tensor, lr: float) -> None:
+        """One step on ½ (V − target)²."""
         optimizer.param_groups[0]["lr"] = lr
         value_loss(last_value(critic, asked, of_set)[:, None], target[:, None],
                    torch.ones(len(of_set), 1))[0].backward()

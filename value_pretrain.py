@@ -794,6 +794,7 @@ def _trained(runs: list[dict]) -> dict[str, list[float]]:
     from train import mean_finite, success
 
     def early(run: dict, key: str) -> float:
+        """The mean of the first ten steps."""
         steps = [row for row in run["metrics"] if row["step"] <= 10 and key in row]
         return mean_finite([row[key] for row in steps])
 
@@ -827,6 +828,7 @@ def _verdicts(found: dict, actors: dict[str, dict], table: list[Cell]) -> None:
     from train import spread
 
     def line(what: str, paper: str, before: list, after: list, sign: int) -> None:
+        """One statement: the paper's figures, ours, whether they agree."""
         verdict = _clearly([sign * x for x in after], [sign * x for x in before])
         print(f"{what:58}{paper:>18}{spread(before) + ' → ' + spread(after):>36}   {verdict}")
 
