@@ -4234,7 +4234,7 @@ def test_train_two_ranks_are_one_process(base, monkeypatch, tmp_path, flags, cap
     torch.multiprocessing.spawn(_rank, (str(tmp_path), base, _free_port(), flags), nprocs=2)
     two, theirs = torch.load(tmp_path / "two.pt")
     assert one.keys() == two.keys()
-    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-6
+    assert max((one[name] - two[name]).abs().max() for name in one) < 3e-6
     assert metrics.keys() == theirs.keys()
     same = [x for x in metrics if "padding" not in x]
     assert all(abs(metrics[x] - theirs[x]) < 1e-5 * max(1, abs(metrics[x])) for x in same)
@@ -4533,7 +4533,7 @@ def test_train_method_errors(go, capsys, flags, message):
 def test_train_comparison_runs_once_and_goes_on(go, monkeypatch, capsys):
     """A table over seeds, its JSON; a second start redoes nothing, a cut run is resumed."""
     class Done:
-        returncode, poll = 0, lambda self: 0
+        exitcode = 0
 
     started = []
 
@@ -4559,9 +4559,9 @@ def test_train_comparison_runs_once_and_goes_on(go, monkeypatch, capsys):
     assert len(row["success"]) == 2 and row["lr"] in found["grid"] and row["paper"] == 80.9
     assert set(row["tuning"]) == {"1e-3", "1e-4"} and 0 <= row["medium"][0] <= 1
     assert f"| s3ac | {row['lr']} | {train.spread(row['success'])} |" in said
-    assert len(started) == len(set(started)) == 3 + 4 + 4  # critics, grid, seeds
+    assert len(started) == len(set(started)) == 3 + 4 + 2 + 4  # critics, grid, seeds
     os.remove("runs/compare/reinforce++-lr1e-3-s0/result.json")  # as if it had been cut
-    assert train.main(how) == 0 and started[11:] == ["reinforce++-lr1e-3-s0"]
+    assert train.main(how) == 0 and started[13:] == ["reinforce++-lr1e-3-s0"]
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -36,6 +36,7 @@ import contextlib
 import copy
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -43,12 +44,12 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -789,7 +790,7 @@ def optimizer(module: nn.Module, lr: float, weight_decay: float) -> torch.optim.
     """AdamW over all parameters of the module (this rank's part of them, if sharded)."""
     # assumption: AdamW, betas (0.9, 0.999)
     return torch.optim.AdamW(
-        module.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=weight_decay)
+        module.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
 
 
 def build_base(folder: str = "runs/base", *, steps: int = 300, batch: int = 128) -> str:
@@ -1861,14 +1862,14 @@ def run_all(jobs: dict[str, list[str]], folder: str, workers: int = 2) -> dict[s
                 running[waiting[0]] = launch(jobs[waiting[0]], folder, waiting[0], workers)
                 waiting.pop(0)
             time.sleep(0.2)
-            for name in [x for x, process in running.items() if process.poll() is not None]:
-                last = settle(folder, name, running.pop(name).returncode)
+            for name in [x for x, process in running.items() if process.exitcode is not None]:
+                last = settle(folder, name, running.pop(name).exitcode)
                 bar.update(), tqdm.write(f"{name}: {last}")
     except BaseException:
         for process in running.values():  # each ends after its step, with a checkpoint
             process.terminate()
         for process in running.values():
-            process.wait()
+            process.join()
         raise
     return {name: outcome(os.path.join(folder, name)) for name in jobs}
 
@@ -1878,18 +1879,29 @@ def finished(path: str) -> bool:
     return os.path.exists(os.path.join(path, "result.json"))
 
 
-def launch(flags: list[str], folder: str, name: str, workers: int) -> subprocess.Popen:
+def launch(flags: list[str], folder: str, name: str, workers: int) -> BaseProcess:
     """One run as a process of its own, on its share of the cores; what it says goes to a log."""
     path = os.path.join(folder, name)
     how = ["--resume", path] if checkpoints(path) else [*flags, "--out", path]
     if not checkpoints(path):
         shutil.rmtree(path, ignore_errors=True)  # one that never got to its first step
-    threads = str(max(1, (os.cpu_count() or 1) // workers))
-    with open(path + ".log", "a") as said:
-        return subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__), *how], stdout=said,
-            stderr=subprocess.STDOUT, start_new_session=True,  # Ctrl-C reaches it through run_all
-            env=os.environ | {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""})
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    # a fork of a process that has done nothing but the imports, which take seconds
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train"])
+    process = context.Process(target=run_alone, args=(how, path + ".log", threads))
+    process.start()
+    return process
+
+
+def run_alone(flags: list[str], log: str, threads: int) -> None:
+    """main(flags) with its words in a log, on the CPU; ends the process with its exit status."""
+    os.setsid()  # Ctrl-C reaches it through run_all
+    with open(log, "a") as said:
+        os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(threads)
+    sys.exit(main(flags))
 
 
 def settle(folder: str, name: str, status: int) -> str:
@@ -1928,8 +1940,8 @@ def compare(args: argparse.Namespace) -> None:
     """Runs what the comparisons need and prints a table for each; JSON beside the runs."""
     common = (f"--steps {args.steps} --rollout-batch {args.rollout_batch} --eval-every 20 "
               "--eval-k 2 --show-every 0 --save-every 20 --keep 1").split()
-    seeds, rates = list(range(1, args.seeds + 1)), args.lrs.split(",")
-    critic = {seed: f"critic-{seed}" for seed in [0, *seeds]}
+    rates = args.lrs.split(",")
+    critic = {seed: f"critic-{seed}" for seed in range(args.seeds + 1)}
     run_all({name: ["--steps", "1", "--eval-problems", "1", "--seed", str(seed)]
              for seed, name in critic.items()}, args.folder, args.workers)
 
@@ -1937,10 +1949,13 @@ def compare(args: argparse.Namespace) -> None:
         """Name and flags of one run; methods with a critic start from that of their seed."""
         flags = [*common, *arm.split(), "--lr", lr, "--critic-lr", str(5 * float(lr)),
                  "--seed", str(seed)]
-        if method_of(parse(arm.split())[0]).value == "critic":
+        if has_critic(arm):
             flags += ["--critic", f"{args.folder}/{critic[seed]}/critic-pretrained"]
         return f"{slug(arm)}-lr{lr}-s{seed}", flags
 
+    has_critic = lambda arm: method_of(parse(arm.split())[0]).value == "critic"
+    # a run without a critic takes half as long: two more of them
+    seeds = lambda arm: range(1, args.seeds + (1 if has_critic(arm) else 3))
     tuned = list(dict.fromkeys(
         arm for name in args.compare for arm in COMPARISONS[name][: 1 if name == "sweep" else 99]))
     grid = run_all(dict(job(arm, lr, 0) for arm in tuned for lr in rates), args.folder,
@@ -1949,15 +1964,15 @@ def compare(args: argparse.Namespace) -> None:
     best = {arm: max(rates, key=lambda lr: at_end[arm, lr]) for arm in tuned}
     for name in args.compare:
         arms = {arm: best.get(arm) or best[COMPARISONS[name][0]] for arm in COMPARISONS[name]}
-        jobs = {arm: dict(job(arm, lr, seed) for seed in seeds) for arm, lr in arms.items()}
+        jobs = {arm: dict(job(arm, lr, seed) for seed in seeds(arm)) for arm, lr in arms.items()}
         found = run_all({k: v for some in jobs.values() for k, v in some.items()}, args.folder,
                         args.workers)
         rows = {arm: summary([found[x] for x in jobs[arm]]) | {
-            "lr": lr, "tuning": {r: at_end.get((arm, r)) for r in rates},
+            "seeds": list(seeds(arm)), "lr": lr, "tuning": {r: at_end.get((arm, r)) for r in rates},
             "paper": PAPER.get((name, arm))} for arm, lr in arms.items()}
         write_json(os.path.join(args.folder, f"{name}.json"),
-                   {"seeds": seeds, "grid": rates, "flags": common, "arms": rows})
-        print_comparison(name, rows, rates, seeds, args)
+                   {"grid": rates, "flags": common, "arms": rows})
+        print_comparison(name, rows, args)
 
 
 def success(run: dict) -> float:
@@ -1999,12 +2014,11 @@ def medium_share(steps: list[dict], window: int = 5) -> float:
     return float(np.mean(medium))
 
 
-def print_comparison(name: str, rows: dict[str, dict], rates: list[str], seeds: list[int],
-                     args: argparse.Namespace) -> None:
+def print_comparison(name: str, rows: dict[str, dict], args: argparse.Namespace) -> None:
     """A comparison as a Markdown table."""
     print(f"\n{name}: embedded task, {args.steps} steps of {args.rollout_batch} responses; "
-          f"held-out success at the last step, mean ± standard deviation over seeds {seeds}; lr is "
-          f"the best of {', '.join(rates)} for seed 0, the critic's five times that\n")
+          "held-out success at the last step, mean ± standard deviation over seeds from 1; lr is "
+          f"the best of {args.lrs} for seed 0, the critic's five times that\n")
     head = ["arm", "lr", "success", "by seed", "best − last", "entropy", "length", "EV",
             "0.2 < p ≤ 0.8", "discarded", "s/step", "seed 0 by lr", "paper"]
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
@@ -2018,7 +2032,7 @@ def print_comparison(name: str, rows: dict[str, dict], rates: list[str], seeds: 
                  tuning, row["paper"] or "–"]
         print("| " + " | ".join(map(str, cells)) + " |")
     for arm, row in rows.items():
-        for seed, why in zip(seeds, row["stopped"]):
+        for seed, why in zip(row["seeds"], row["stopped"]):
             if why:
                 print(f"{slug(arm)}, seed {seed}: {why}")
 
@@ -2213,10 +2227,11 @@ def experiments(argv: list[str]) -> None:
     add("--compare", nargs="+", choices=COMPARISONS, default=[], help="the paper's claims")
     add("--show-values", metavar="DIR", help="run folder: V(s_t) along responses, and its error")
     add("--plot", action="store_true", help="draw figures/ from the comparisons (matplotlib)")
-    add("--seeds", type=int, default=3, help="runs per arm, beside one for each learning rate")
+    add("--seeds", type=int, default=3, help="runs per arm beside one for each learning rate, two "
+        "more where there is no critic")
     add("--lrs", default="5e-5,1e-4,2e-4", help="learning rates tried for each arm")
     add("--steps", type=int, default=60, help="rollout batches per run")
-    add("--rollout-batch", type=int, default=128, help="responses per batch")
+    add("--rollout-batch", type=int, default=64, help="responses per batch")
     add("--workers", type=int, default=2, help="runs side by side")
     add("--folder", default="runs/compare", help="where the runs and the tables' JSON are kept")
     add("--seed", type=int, default=0, help="of --show-values")
