@@ -1939,7 +1939,7 @@ def slug(flags: str) -> str:
 def compare(args: argparse.Namespace) -> None:
     """Runs what the comparisons need and prints a table for each; JSON beside the runs."""
     common = (f"--steps {args.steps} --rollout-batch {args.rollout_batch} --eval-every 20 "
-              "--eval-k 2 --show-every 0 --save-every 20 --keep 1").split()
+              "--eval-k 2 --show-every 0 --save-every 20 --keep 1 --token-budget 1024").split()
     rates = args.lrs.split(",")
     critic = {seed: f"critic-{seed}" for seed in range(args.seeds + 1)}
     run_all({name: ["--steps", "1", "--eval-problems", "1", "--seed", str(seed)]
