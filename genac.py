@@ -20,7 +20,7 @@ out: the actor's update (train.py), reuse of a KV cache between the states of on
 Under torchrun the model is whole on every rank, and all ranks are given the same states: each
 samples and differentiates its share, and gets the sum.
 
-    python genac.py                          a wrong response: prompt, reply, score, R_v, advantage
+    python genac.py [--critic DIR]           a wrong response: prompt, reply, score, R_v, advantage
     python genac.py --train                  stages 1 and 2 on the embedded task, against the truth
     python genac.py --claims                 GenAC against a value head, ICC, ranking, RL: tables
     python genac.py --write-prompts P.jsonl --actor DIR --data FILE     for an oracle of your own
@@ -739,6 +739,7 @@ def rl_pretrain(critic: GenCritic, rollouts: Callable, sampler: Callable, *, ste
 STEPS = 26  # lengths 1 … 26 are equally frequent in the task
 RESPONSE, REPLY = 64, 136  # longest response and reply in tokens
 SIZE, STRENGTH = "0.2M", (0.0, 0.35)  # of actors: as text; share of steps that go wrong
+TOKENS = 1536  # padded ones of a forward pass: more at once are slower on a processor
 CLAIMS = os.path.join("runs", "claims", "genac")
 
 
@@ -811,8 +812,9 @@ def oracle_sampler(model, prompts: list[list[int]], *, tokenizer, max_new_tokens
 
 # --------------------------------------------------------------------------------- command line
 
-def demo() -> None:
-    """One response with an error in it, as the critic sees it at each segment."""
+def demo(args) -> None:
+    """One response with an error in it, as the critic sees it at each segment: the oracle program,
+    or one of the embedded task that --critic names."""
     import rollout
     from gae import gae
 
@@ -820,14 +822,18 @@ def demo() -> None:
     success = RunningSuccess()
     for rate in (0.30, 0.42, 0.47):
         success.update(rate)
-    critic = GenCritic(nn.Linear(1, 1), tokenizer, [tokenizer.eos_token_id], success, "0.2M",
+    critic = GenCritic(nn.Linear(1, 1), tokenizer, [tokenizer.eos_token_id], success, SIZE,
                        COMPACT, context=256, max_new_tokens=REPLY)
+    sampler, who = functools.partial(oracle_sampler, tokenizer=tokenizer), "the oracle program"
+    if args.critic:
+        critic, sampler, who = task_critic(args.critic), rollout.generate, args.critic
+        critic.success = success
     question, text, answer = "3+7@j=", "a0b7c4d2e9f6g3h0i7j4", "j3"
     tokens = torch.tensor([tokenizer(text + "$").input_ids])
     mask = torch.ones_like(tokens, dtype=torch.bool)
     starts = segment_starts(mask, width=math.ceil(RESPONSE / 16))
-    sampler = functools.partial(oracle_sampler, tokenizer=tokenizer)
-    value, replies, stats = ask(critic, [question], tokens, mask, starts, sampler)
+    value, replies, stats = ask(critic, [question], tokens, mask, starts, sampler,
+                                torch.Generator().manual_seed(args.seed))
     R = torch.tensor([rollout.chain_reward(text, answer)])
     A = gae(value, R, mask, 1.0)
     A_half = spread(gae(value, R, starts, 0.5), starts, mask)
@@ -837,15 +843,16 @@ def demo() -> None:
           f"{success.value:.2f}.\n\nWhat a real model is asked at the fourth segment:\n")
     prompt = critic_prompt(question, text[:12], model_size="0.2M", success_rate=success.value)
     print("  | " + prompt.replace("\n", "\n  | "))
-    print("\nWhat a critic of the embedded task is asked, and what the oracle program replies:\n")
+    print(f"\nWhat a critic of the embedded task is asked, and what {who} replies:\n")
     wide = 1 + max(map(len, replies.texts))
     print(f"{'prompt':38}{'reply':{wide}}{'v̂':>5}{'V':>6}{'R_v':>6}  {'segment':9}"
           f"{'Â λ=1':>6}{'Â λ=½':>7}")
     where = starts[0].nonzero()[:, 0].tolist()
     stops = [*where[1:], len(text) + 1]
     for t, stop, reply, v in zip(where, stops, replies.texts, replies.v_hat):
-        prompt, _ = encode_state(critic, State(question, text[:t], "0.2M", success.value))
-        print(f"{tokenizer.decode(prompt):38}{reply:{wide}}{v:5.1f}{value[0, t]:+6.1f}"
+        prompt, _ = encode_state(critic, State(question, text[:t], SIZE, success.value))
+        score = "–" if v is None else v
+        print(f"{tokenizer.decode(prompt):38}{reply:{wide}}{score:>5}{value[0, t]:+6.1f}"
               f"{value_reward(r, v):6.2f}  {(text + '$')[t:stop]:8}{A[0, t]:+7.2f}"
               f"{A_half[0, t]:+7.2f}")
     print("\nThe step d2 should be d1. With λ = 1 a segment gets R − V(its start): once the error\n"
@@ -985,7 +992,7 @@ def task_sft(critic: GenCritic, problems: list, args, strength: tuple[float, flo
         states = [s._replace(success_rate=rate) for s in states]
     traces = [(s, oracle_trace(s.question, s.prefix, s.success_rate)) for s in states]
     return sft(critic, traces, epochs=1, batch_size=args.sft_batch, lr=args.sft_lr,
-               token_budget=8192, shuffle=False, seed=seed, progress=args.progress)
+               token_budget=TOKENS, shuffle=False, seed=seed, progress=args.progress)
 
 
 def train_task(args) -> None:
@@ -1039,7 +1046,7 @@ def train_task(args) -> None:
     save(critic, args.out and os.path.join(args.out, "sft"))
     start, pick = time.perf_counter(), random.Random(args.seed)
     log = rl_pretrain(critic, lambda: ask_actor(pick.choices(problems, k=args.batch)), sampler,
-                      steps=args.steps, lr=args.lr, baseline=args.baseline, token_budget=8192,
+                      steps=args.steps, lr=args.lr, baseline=args.baseline, token_budget=TOKENS,
                       generator=rng, progress=args.progress)
     report(f"critic after RL, {args.steps} steps, {args.baseline}", start)
     save(critic, args.out and os.path.join(args.out, "rl"))
@@ -1062,11 +1069,10 @@ def train_task(args) -> None:
 
 NEAR, SEEN = 16, (0.05, 0.35)
 POOLS = (2, 4, 8, 16)
-MODELS = {  # name: kind, layers, ICC
-    "generative": ("generative", 4, True), "generative, no ICC": ("generative", 4, False),
-    "generative, 2 layers": ("generative", 2, True),
-    "discriminative": ("discriminative", 4, True),
-    "discriminative, 2 layers": ("discriminative", 2, True),
+MODELS = {  # name: layers, ICC; or layers, times as many updates: a reply costs three of them
+    "generative": (4, True), "generative, no ICC": (4, False), "generative, 2 layers": (2, True),
+    "discriminative": (4, 1), "discriminative, 2 layers": (2, 1),
+    "discriminative, 3 × updates": (4, 3),
 }
 SIDES = ("genac", "ppo", "grpo", "vine-ppo")
 
@@ -1140,15 +1146,16 @@ def claim_generative(args, folder: str, layers: int, icc: bool, data: tuple, see
         elif stage == "SFT + RL":
             rl_pretrain(critic, noisy_rollouts(critic, problems, SEEN, args.batch, seed),
                         rollout.generate, steps=args.steps, lr=args.lr, baseline=args.baseline,
-                        generator=rng, token_budget=8192, progress=False)
+                        generator=rng, token_budget=TOKENS, progress=False)
         seconds = time.perf_counter() - start
         found[stage] = measure(score, states, pools) | {"seconds": seconds}
         found[stage]["unparsable"] = sum(x for x, _ in silent) / sum(n for _, n in silent)
     return found
 
 
-def claim_discriminative(args, folder: str, layers: int, data: tuple, seed: int) -> dict:
-    """The same of a value head on the same states, in as many updates."""
+def claim_discriminative(args, folder: str, layers: int, times: int, data: tuple, seed: int,
+                         ) -> dict:
+    """The same of a value head on such states, in `times` as many updates."""
     from critic import Critic, value_loss
     from transformers import AutoModel
 
@@ -1173,9 +1180,9 @@ def claim_discriminative(args, folder: str, layers: int, data: tuple, seed: int)
     for stage in ("untrained", "SFT", "SFT + RL"):
         start, optimizer = time.perf_counter(), torch.optim.AdamW(critic.parameters())
         if stage == "SFT":
-            total = sum(args.sft_steps)
-            traced = (guessed_states(args.sft_steps[0] * n, seed, problems, SEEN)
-                      + task_states(args.sft_steps[1] * n, seed, problems, SEEN))
+            guesses, total = times * args.sft_steps[0], times * sum(args.sft_steps)
+            traced = (guessed_states(guesses * n, seed, problems, SEEN)
+                      + task_states((total - guesses) * n, seed, problems, SEEN))
             for step in range(total):
                 rows = traced[step * n : (step + 1) * n]
                 p = [oracle_chance(s.question, s.prefix, s.success_rate) for s in rows]
@@ -1183,7 +1190,7 @@ def claim_discriminative(args, folder: str, layers: int, data: tuple, seed: int)
                        args.value_lr * ramp(step, total))
         elif stage == "SFT + RL":
             rollouts = noisy_rollouts(asked, problems, SEEN, args.batch, seed)
-            for _ in range(args.steps):
+            for _ in range(times * args.steps):
                 questions, tokens, mask, starts, r = rollouts()
                 update(states_at(asked, questions, tokens, starts),
                        2 * r[starts.nonzero()[:, 0]] - 1, args.lr)
@@ -1202,17 +1209,17 @@ def claims_of(job: tuple[argparse.Namespace, int | str]) -> None:
         if not os.path.isfile(os.path.join(path, "rl", "config.json")):
             with open(os.path.join(CLAIMS, "critic.txt"), "w") as file:
                 with contextlib.redirect_stdout(file):
-                    train_task(argparse.Namespace(**vars(args) | {"out": path}))
+                    train_task(argparse.Namespace(**vars(args) | {
+                        "out": path, "sft_steps": [x * STEPS // NEAR for x in args.sft_steps]}))
         return
     path = os.path.join(CLAIMS, f"seed-{seed}.json")
     found = json.load(open(path)) if os.path.isfile(path) else {}
     data = claim_sets(args.n, 1000 + seed)
-    for name, (kind, layers, icc) in MODELS.items():
+    for name, how in MODELS.items():
         if name not in found:
             print(f"seed {seed}: {name}", flush=True)
-            found[name] = (claim_generative(args, folder, layers, icc, data, seed)
-                           if kind == "generative" else
-                           claim_discriminative(args, folder, layers, data, seed))
+            claim = claim_generative if name.startswith("gen") else claim_discriminative
+            found[name] = claim(args, folder, *how, data, seed)
             write_json(path, found)
 
 
@@ -1240,8 +1247,8 @@ def print_critics(seeds: list[dict]) -> None:
     """Error by set, and top-1 accuracy by pool size, of each critic and stage: mean ± sd."""
     from train import spread as over_seeds
 
-    columns = [c for c in seeds[0]["generative"]["SFT"] if c not in ("seconds", "unparsable")]
-    tables = {"mean (v̂ − p)²": [c for c in columns if "top-1" not in c],
+    columns = [c for c in seeds[0]["generative"]["SFT"] if c != "unparsable"]
+    tables = {"mean (v̂ − p)²; seconds of training": [c for c in columns if "top-1" not in c],
               "top-1 (chance: 1/2, 1/4, 1/8, 1/16)": [c for c in columns if "top-1" in c]}
     for title, names in tables.items():
         print(f"\n{title:40}" + "".join(f"{name:>18}" for name in names))
@@ -1379,11 +1386,11 @@ def main() -> None:
     add("--write-prompts", metavar="FILE", help="JSONL of prompts for an oracle of your own")
     add("--sft", metavar="FILE", help="stage 1 on a JSONL of traces")
     add("--rl", action="store_true", help="stage 2")
-    add("--critic", metavar="DIR", help="model to start the critic from")
+    add("--critic", metavar="DIR", help="model to start the critic from; alone: shown as it is")
     add("--actor", metavar="DIR", help="model whose responses are judged")
     add("--data", metavar="FILE", help="JSONL of problems")
     add("--out", metavar="DIR", default="", help="where the critic goes")
-    add("--steps", type=int, help="steps [--train, --claims: 20, --sft: 2 epochs, --rl: 100]")
+    add("--steps", type=int, help="steps [--train, --claims: 16, --sft: 2 epochs, --rl: 100]")
     add("--batch", type=int, default=64, help="traces, or responses, per step")
     add("--lr", type=float, help="[--train, --claims: 1e-4 of RL, else 1e-6]")
     add("--baseline", default="none", choices=("none", "mean", "leave-one-out"))
@@ -1398,13 +1405,13 @@ def main() -> None:
         r"\boxed{}.", help="added to each problem")
     add("--verifier", default="boxed", help="of responses: boxed, number, math_verify or chain")
     add("--n", type=int, help="prompts to write [512], or states of a test set of --claims [240]")
-    add("--sft-steps", type=int, nargs=2, default=[700, 700], metavar="N",
-        help="of --train and --claims: on guesses, then on noisy actors' states")
+    add("--sft-steps", type=int, nargs=2, metavar="N", help="on guesses, then on noisy actors' "
+        "states [--train: 700 700, --claims, whose chains are shorter: 400 400]")
     add("--sft-batch", type=int, default=24, help="of --train and --claims")
     add("--sft-lr", type=float, default=3e-3, help="of --train and --claims")
-    add("--value-lr", type=float, default=1e-3, help="of --claims: of the discriminative critic")
+    add("--value-lr", type=float, default=3e-4, help="of --claims: of the discriminative critic")
     add("--seeds", type=int, default=3, help="of --claims")
-    add("--rl-steps", type=int, default=30, help="of --claims: of the actor")
+    add("--rl-steps", type=int, default=20, help="of --claims: of the actor")
     add("--truth", type=int, default=400, help="states whose true value --train measures")
     add("--k", type=int, default=64, help="continuations per such state")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -1419,12 +1426,13 @@ def main() -> None:
     torch.manual_seed(args.seed)
     embedded, args.progress = args.train or args.claims, True
     if embedded and args.steps is None:
-        args.steps = 20
+        args.steps = 16
     args.lr = args.lr or (1e-4 if embedded else 1e-6)
+    args.sft_steps = args.sft_steps or ([400, 400] if args.claims else [700, 700])
     args.n = args.n or (240 if args.claims else 512)
     command = (train_task if args.train else claims if args.claims else
                write_prompts_command if args.write_prompts else
-               sft_command if args.sft else rl_command if args.rl else lambda _: demo())
+               sft_command if args.sft else rl_command if args.rl else demo)
     try:
         join_ranks(args)
         command(args)

@@ -40,6 +40,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -255,20 +256,46 @@ class _Live:
 
     def admit(self, numbers: list[int], prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Prefills n prompts and joins them to the rows under way -> their slots [n], logits."""
-        tokens, attention = left_pad(prompts, self.pad_id, self.device)
-        cache, R, n = DynamicCache(), len(self.row), len(prompts)
-        row = torch.tensor(numbers, device=self.device)
-        logits = self.forward(row, tokens, attention, cache)
+        R, n, row = len(self.row), len(prompts), torch.tensor(numbers, device=self.device)
+        logits, attention, cache = self.prefill(row, prompts)
         if R:
-            W = max(self.attention.shape[1], attention.shape[1])
-            for old, new in zip(self.cache.layers, cache.layers):
-                new.keys = torch.cat([_widen(old.keys, W, -2), _widen(new.keys, W, -2)])
-                new.values = torch.cat([_widen(old.values, W, -2), _widen(new.values, W, -2)])
-            attention = torch.cat([_widen(self.attention, W, 1), _widen(attention, W, 1)])
+            attention = _stack(self.cache, self.attention, cache, attention)
         self.cache, self.attention = cache, attention
         self.row, self.last = torch.cat([self.row, row]), torch.cat([self.last, row])
         self.ended = torch.cat([self.ended, torch.zeros_like(row, dtype=torch.bool)])
         return torch.arange(R, R + n, device=self.device), logits
+
+    def prefill(self, row: Tensor, prompts: list[list[int]]) -> tuple[Tensor, Tensor, DynamicCache]:
+        """Logits [n, V] after n prompts, their attention [n, W] and cache.
+
+        Where that saves half of the tokens or more, a prompt copies the keys and values of its
+        beginning from one that begins alike: K rollouts of a prompt, a critic's states of a text.
+        """
+        source, lengths = begins_alike(prompts), [len(prompt) for prompt in prompts]
+        own = [i for i, j in enumerate(source) if i == j]
+        rest = [i for i, j in enumerate(source) if i != j]
+        if self.routing or 2 * sum(lengths[i] - TAIL for i in rest) < sum(lengths):
+            tokens, attention = left_pad(prompts, self.pad_id, self.device)
+            cache = DynamicCache()
+            return self.forward(row, tokens, attention, cache), attention, cache
+        logits, attention, cache = self.prefill(row[own], [prompts[i] for i in own])
+        copied = torch.tensor([lengths[i] - TAIL for i in rest], device=self.device)[:, None]
+        at = torch.tensor([own.index(source[i]) for i in rest], device=self.device)
+        first = (~attention).sum(1, keepdim=True)[at]  # column of its first token
+        C = int(copied.max())
+        columns = torch.arange(C, device=self.device) - C + copied + first  # right-aligned
+        tails = DynamicCache()
+        for i, layer in enumerate(cache.layers):
+            tails.update(*(x[at].take_along_dim(columns.clamp_min(0)[:, None, :, None], 2)
+                           for x in (layer.keys, layer.values)), i)
+        new = torch.tensor([prompts[i][-TAIL:] for i in rest], device=self.device)
+        seen = torch.cat([columns >= first, torch.ones_like(new, dtype=torch.bool)], 1)
+        logits = torch.cat([logits, self.forward(row[rest], new, seen, tails)])
+        attention = _stack(cache, attention, tails, seen)
+        order = torch.tensor(own + rest, device=self.device).argsort()
+        for layer in tails.layers:
+            layer.keys, layer.values = layer.keys[order], layer.values[order]
+        return logits[order], attention[order], tails
 
     def step(self) -> tuple[Tensor, Tensor]:
         """Feeds the last tokens -> slots [n] of the rows that go on, logits [n, V]."""
@@ -292,6 +319,33 @@ class _Live:
             layer.keys = layer.keys[rows, :, first:]
             layer.values = layer.values[rows, :, first:]
         return ended
+
+
+TAIL = 32  # tokens of a prompt that are fed anew where its beginning is copied
+
+
+def begins_alike(prompts: list[list[int]]) -> list[int]:
+    """For each prompt one, as long or longer, that begins with all of it but its last TAIL tokens;
+    itself if there is none. None of those named names another."""
+    seen, source = {}, list(range(len(prompts)))  # seen: hash of a beginning -> whose it is
+    for i in sorted(source, key=lambda i: -len(prompts[i])):
+        at = list(accumulate(prompts[i], lambda h, token: hash((h, token)), initial=0))
+        n = len(prompts[i]) - TAIL
+        j = seen.get(at[n]) if n > 0 else None
+        if j is not None and prompts[j][:n] == prompts[i][:n]:
+            source[i] = j
+        else:
+            seen |= dict.fromkeys(at, i)
+    return source
+
+
+def _stack(above: DynamicCache, attention: Tensor, cache: DynamicCache, own: Tensor) -> Tensor:
+    """Puts the rows of a cache and its attention above another's, right-aligned; in place."""
+    W = max(attention.shape[1], own.shape[1])
+    for old, new in zip(above.layers, cache.layers):
+        new.keys = torch.cat([_widen(old.keys, W, -2), _widen(new.keys, W, -2)])
+        new.values = torch.cat([_widen(old.values, W, -2), _widen(new.values, W, -2)])
+    return torch.cat([_widen(attention, W, 1), _widen(own, W, 1)])
 
 
 def _widen(x: Tensor, W: int, dim: int) -> Tensor:

@@ -1837,6 +1837,35 @@ def test_rollout_both_samplers_draw_from_the_same_policy():
     assert ((shares[0] - shares[1]).abs() < 4.5 * error).all()
 
 
+def test_rollout_shared_beginnings_are_fed_once(monkeypatch):
+    """Prompts that begin alike give the same sample from a copied cache, in half of the tokens.
+    """
+    model, rng = _llama().double(), random.Random(0)
+    text = [[rng.randrange(2, 13) for _ in range(n)] for n in (200, 211)]
+    prompts = [x[:n] + [7, 8, 9] for x in text for n in (150, 160, 171, 190)] + [[3, 4, 5]]
+    prompts += [prompts[3]] * 3  # a group's prompts are equal
+    assert rollout.begins_alike(prompts) == [3] * 4 + [7] * 4 + [8] + [3] * 3
+    assert rollout.begins_alike([[1] * 32, [1] * 32]) == [0, 1]  # nothing left to copy
+    fed, forward = [], rollout._Live.forward
+    monkeypatch.setattr(rollout._Live, "forward", lambda self, row, tokens, *rest: (
+        fed.append(tokens.numel()), forward(self, row, tokens, *rest))[1])
+
+    def sample(rows):
+        """One response per prompt, and how many tokens were fed for them."""
+        fed.clear()
+        out = generate(model, prompts, max_new_tokens=9, temperature=0.8, eos_id=1, pad_id=1,
+                       max_rows=rows, generator=torch.Generator().manual_seed(0))
+        return out, sum(fed)
+
+    shared = {rows: sample(rows) for rows in (7, 64)}
+    monkeypatch.setattr(rollout, "begins_alike", lambda prompts: list(range(len(prompts))))
+    for rows, (out, tokens) in shared.items():
+        plain, all_tokens = sample(rows)
+        assert all(torch.equal(x, y) for x, y in zip(out[:3], plain[:3]))
+        assert (out[3] - plain[3]).abs().max() < 1e-6
+        assert tokens < all_tokens / (2 if rows == 64 else 1)
+
+
 def test_rollout_same_generator_same_sample():
     """The sample is a function of the generator's state."""
     a, b, c = (generate(_llama(), PROMPTS, max_new_tokens=9, eos_id=1, pad_id=1, max_rows=3,
