@@ -3654,6 +3654,35 @@ def test_genac_measure_by_hand():
     assert all(found[name] > 0.01 for name in states)
 
 
+def test_genac_claims_keep_what_is_done(tmp_path, monkeypatch, capsys):
+    """Both kinds of critic through all stages, to a file and a table; a second start adds none."""
+    monkeypatch.chdir(tmp_path)
+    _tiny().save_pretrained("base")
+    rollout.task_tokenizer().save_pretrained("base")
+    monkeypatch.setattr(train, "build_base", lambda: "base")
+    monkeypatch.setattr(genac, "REPLY", 12)
+    monkeypatch.setattr(genac, "POOLS", (2, 4))
+    kinds = {"generative": (1, True), "discriminative": (1, 1)}
+    monkeypatch.setattr(genac, "MODELS", kinds)
+    args = argparse.Namespace(n=4, sft_steps=[1, 1], sft_batch=2, sft_lr=1e-3, value_lr=1e-3,
+                              lr=1e-4, batch=2, steps=1, baseline="none", progress=False)
+    os.makedirs(genac.CLAIMS)
+    threads = torch.get_num_threads()
+    genac.claims_of((args, 0))
+    with open(os.path.join(genac.CLAIMS, "seed-0.json")) as file:
+        found = json.load(file)
+    for name in kinds:
+        assert list(found[name]) == ["untrained", "SFT", "SFT + RL"]
+        for stage in found[name].values():
+            assert all(0 <= stage[x] <= 1 for x in ("in distribution", "longer chains", "top-1 of 4"))
+    assert found["generative"]["untrained"]["unparsable"] == 1
+    monkeypatch.setattr(genac, "claim_generative", None)  # whoever calls it now fails
+    genac.claims_of((args, 0))
+    torch.set_num_threads(threads)
+    genac.print_critics([found, found])
+    assert "discriminative, SFT + RL" in capsys.readouterr().out
+
+
 def test_genac_guesses_give_each_verdict_a_coin():
     """guessed_states: a value is right with ½ + ½·¹⁄₁₀, whatever the one before it is."""
     states = genac.guessed_states(600, 0, rollout.task_problems())
