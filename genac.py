@@ -1072,7 +1072,7 @@ POOLS = (2, 4, 8, 16)
 MODELS = {  # name: layers, ICC; or layers, times as many updates: a reply costs three of them
     "generative": (4, True), "generative, no ICC": (4, False), "generative, 2 layers": (2, True),
     "discriminative": (4, 1), "discriminative, 2 layers": (2, 1),
-    "discriminative, 3 × updates": (4, 3),
+    "discriminative, 3 × as long": (4, 3),
 }
 SIDES = ("genac", "ppo", "grpo", "vine-ppo")
 
@@ -1194,67 +1194,74 @@ def claim_discriminative(args, folder: str, layers: int, times: int, data: tuple
                 questions, tokens, mask, starts, r = rollouts()
                 update(states_at(asked, questions, tokens, starts),
                        2 * r[starts.nonzero()[:, 0]] - 1, args.lr)
-        found[stage] = measure(score, states, pools) | {"seconds": time.perf_counter() - start}
+        seconds = time.perf_counter() - start
+        found[stage] = measure(score, states, pools) | {"seconds": seconds}
     return found
 
 
-def claims_of(job: tuple[argparse.Namespace, int | str]) -> None:
-    """All critics of one seed, kept one by one in the seed's file; or the critic for RL's sake."""
+def claim_file(name: str, seed: int) -> str:
+    """Where the figures of a critic are kept: what is there is not measured again."""
+    return os.path.join(CLAIMS, f"{name}, seed {seed}.json")
+
+
+def claim_critic(args, name: str, seed: int) -> None:
+    """A row of MODELS through all stages, to its file."""
     from train import build_base, write_json
 
-    (args, seed), folder = job, build_base()
     torch.set_num_threads(1)
-    if seed == "critic":
-        path = os.path.join(CLAIMS, "critic")
-        if not os.path.isfile(os.path.join(path, "rl", "config.json")):
-            with open(os.path.join(CLAIMS, "critic.txt"), "w") as file:
-                with contextlib.redirect_stdout(file):
-                    train_task(argparse.Namespace(**vars(args) | {
-                        "out": path, "sft_steps": [x * STEPS // NEAR for x in args.sft_steps]}))
-        return
-    path = os.path.join(CLAIMS, f"seed-{seed}.json")
-    found = json.load(open(path)) if os.path.isfile(path) else {}
-    data = claim_sets(args.n, 1000 + seed)
-    for name, how in MODELS.items():
-        if name not in found:
-            print(f"seed {seed}: {name}", flush=True)
-            claim = claim_generative if name.startswith("gen") else claim_discriminative
-            found[name] = claim(args, folder, *how, data, seed)
-            write_json(path, found)
+    if not os.path.isfile(claim_file(name, seed)):
+        claim = claim_generative if name.startswith("gen") else claim_discriminative
+        data = claim_sets(args.n, 1000 + seed)
+        write_json(claim_file(name, seed), claim(args, build_base(), *MODELS[name], data, seed))
+    print(f"{name}, seed {seed}", flush=True)
+
+
+def rl_critic(args) -> None:
+    """The critic for claim_rl, in CLAIMS/critic, with train_task's table beside it. Its chains are
+    of all lengths, and stage 1 is longer in proportion."""
+    torch.set_num_threads(1)
+    path = os.path.join(CLAIMS, "critic")
+    if not os.path.isfile(os.path.join(path, "rl", "config.json")):
+        steps = [x * STEPS // NEAR for x in args.sft_steps]
+        with open(path + ".txt", "w") as file, contextlib.redirect_stdout(file):
+            train_task(argparse.Namespace(**vars(args) | {"out": path, "sft_steps": steps}))
+    print("the critic for RL", flush=True)
 
 
 def claims(args) -> None:
     """GenAC's claims re-measured: tables, and runs/claims/genac.json."""
-    from train import build_base, write_json
     from torch import multiprocessing
+    from train import build_base, write_json
 
     build_base()
     os.makedirs(CLAIMS, exist_ok=True)
-    args.progress = False
-    with multiprocessing.get_context("spawn").Pool(2) as pool:  # one thread each
-        list(pool.imap(claims_of, [(args, job) for job in (*range(args.seeds), "critic")], 1))
-    seeds = []
-    for seed in range(args.seeds):
-        with open(os.path.join(CLAIMS, f"seed-{seed}.json")) as file:
-            seeds.append(json.load(file))
-    print_critics(seeds)
-    found = {"critics": seeds, "rl": claim_rl(args)}
-    write_json(CLAIMS + ".json", found)
+    args.progress, seeds = False, range(args.seeds)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:  # one thread each, longest first
+        jobs = [pool.apply_async(rl_critic, (args,)), *(pool.apply_async(
+            claim_critic, (args, name, seed)) for name in MODELS for seed in seeds)]
+        for job in tqdm(jobs, "critics", dynamic_ncols=True):
+            job.get()
+    critics = {}
+    for name, seed in ((name, seed) for name in MODELS for seed in seeds):
+        with open(claim_file(name, seed)) as file:
+            critics.setdefault(name, []).append(json.load(file))
+    print_critics(critics)
+    write_json(CLAIMS + ".json", {"critics": critics, "rl": claim_rl(args)})
     print(f"\nall figures in {CLAIMS}.json")
 
 
-def print_critics(seeds: list[dict]) -> None:
+def print_critics(critics: dict[str, list[dict]]) -> None:
     """Error by set, and top-1 accuracy by pool size, of each critic and stage: mean ± sd."""
     from train import spread as over_seeds
 
-    columns = [c for c in seeds[0]["generative"]["SFT"] if c != "unparsable"]
+    columns = [c for c in critics["generative"][0]["SFT"] if c != "unparsable"]
     tables = {"mean (v̂ − p)²; seconds of training": [c for c in columns if "top-1" not in c],
               "top-1 (chance: 1/2, 1/4, 1/8, 1/16)": [c for c in columns if "top-1" in c]}
     for title, names in tables.items():
         print(f"\n{title:40}" + "".join(f"{name:>18}" for name in names))
-        for model in MODELS:
-            for stage in seeds[0][model]:
-                cells = [over_seeds([s[model][stage][name] for s in seeds]) for name in names]
+        for model, seeds in critics.items():
+            for stage in seeds[0]:
+                cells = [over_seeds([s[stage][name] for s in seeds]) for name in names]
                 print(f"{model + ', ' + stage:40}" + "".join(f"{cell:>18}" for cell in cells))
 
 
@@ -1263,7 +1270,8 @@ def claim_rl(args) -> dict:
     many updates as fit into GenAC's time."""
     from train import run_all, spread as over_seeds, success
 
-    folder, size = os.path.join(CLAIMS, "rl"), ["--rollout-batch", "64"]
+    folder = os.path.join(CLAIMS, "rl")
+    size = ["--rollout-batch", "64", "--token-budget", str(TOKENS)]
     critic = ["--critic", os.path.join(CLAIMS, "critic", "rl"), "--critic-lr", "1e-5"]
     flags = lambda method, seed, steps: [
         "--method", method, "--seed", str(seed), "--steps", str(steps), *size,

@@ -3668,18 +3668,20 @@ def test_genac_claims_keep_what_is_done(tmp_path, monkeypatch, capsys):
                               lr=1e-4, batch=2, steps=1, baseline="none", progress=False)
     os.makedirs(genac.CLAIMS)
     threads = torch.get_num_threads()
-    genac.claims_of((args, 0))
-    with open(os.path.join(genac.CLAIMS, "seed-0.json")) as file:
-        found = json.load(file)
+    found = {}
     for name in kinds:
+        genac.claim_critic(args, name, 0)
+        with open(genac.claim_file(name, 0)) as file:
+            found[name] = json.load(file)
         assert list(found[name]) == ["untrained", "SFT", "SFT + RL"]
         for stage in found[name].values():
-            assert all(0 <= stage[x] <= 1 for x in ("in distribution", "longer chains", "top-1 of 4"))
+            names = "in distribution", "longer chains", "top-1 of 4"
+            assert all(0 <= stage[name] <= 1 for name in names)
     assert found["generative"]["untrained"]["unparsable"] == 1
     monkeypatch.setattr(genac, "claim_generative", None)  # whoever calls it now fails
-    genac.claims_of((args, 0))
+    genac.claim_critic(args, "generative", 0)
     torch.set_num_threads(threads)
-    genac.print_critics([found, found])
+    genac.print_critics({name: [x, x] for name, x in found.items()})
     assert "discriminative, SFT + RL" in capsys.readouterr().out
 
 
