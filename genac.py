@@ -1419,7 +1419,7 @@ def main() -> None:
     add("--sft-lr", type=float, default=3e-3, help="of --train and --claims")
     add("--value-lr", type=float, default=3e-4, help="of --claims: of the discriminative critic")
     add("--seeds", type=int, default=3, help="of --claims")
-    add("--rl-steps", type=int, default=20, help="of --claims: of the actor")
+    add("--rl-steps", type=int, default=14, help="of --claims: of the actor")
     add("--truth", type=int, default=400, help="states whose true value --train measures")
     add("--k", type=int, default=64, help="continuations per such state")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
