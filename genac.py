@@ -16,7 +16,8 @@ the actor's size and the running average of its success, since a value belongs t
 
 The sampler is a callable with the signature of rollout.generate, so this file runs alone. Differs
 from the paper: where a state is scored is not published; see the lines marked `assumption`. Left
-out: the actor's update (train.py), reuse of a KV cache between the states of one response.
+out: the actor's update (train.py); the KV cache that the states of one response share is the
+sampler's affair (rollout.py).
 Under torchrun the model is whole on every rank, and all ranks are given the same states: each
 samples and differentiates its share, and gets the sum.
 
