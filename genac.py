@@ -840,9 +840,9 @@ def demo(args) -> None:
     A_half = spread(gae(value, R, starts, 0.5), starts, mask)
     r = (R.item() + 1) / 2
     print(f"{question} asks for {answer}; the response {text} says {text[-2:]}: r = {r:.0f}, "
-          f"R = {R.item():+.0f}.\nThe actor: 0.2M parameters, running success rate "
+          f"R = {R.item():+.0f}.\nThe actor: {SIZE} parameters, running success rate "
           f"{success.value:.2f}.\n\nWhat a real model is asked at the fourth segment:\n")
-    prompt = critic_prompt(question, text[:12], model_size="0.2M", success_rate=success.value)
+    prompt = critic_prompt(question, text[:12], model_size=SIZE, success_rate=success.value)
     print("  | " + prompt.replace("\n", "\n  | "))
     print(f"\nWhat a critic of the embedded task is asked, and what {who} replies:\n")
     wide = 1 + max(map(len, replies.texts))
@@ -904,7 +904,8 @@ def noisy_rollouts(critic: GenCritic, problems: list, strength: tuple[float, flo
 
 
 def respond(actor: GenCritic, problems: list, *, limit: int, verifier: str, instruction: str = "",
-            ends: list[int] | None = None, generator: torch.Generator | None = None):
+            ends: list[int] | None = None, generator: torch.Generator | None = None,
+            ) -> tuple[list[str], Tensor, Tensor, Tensor, Tensor]:
     """Questions, response tokens, mask, starts and r of an actor's responses to the problems;
     under torchrun each rank samples its share and all have the whole. ends: delimiter ids."""
     import rollout
@@ -1070,11 +1071,11 @@ def train_task(args) -> None:
 
 NEAR, SEEN = 16, (0.05, 0.35)
 POOLS = (2, 4, 8, 16)
-MODELS = {  # name: layers, ICC; or layers, times as many updates: a reply costs three of them
-    "generative": (4, True), "generative, no ICC": (4, False), "generative, 2 layers": (2, True),
+GENERATIVE = {  # name: layers, ICC
+    "generative": (4, True), "generative, no ICC": (4, False), "generative, 2 layers": (2, True)}
+DISCRIMINATIVE = {  # name: layers, times as many updates; three times take longer than replies do
     "discriminative": (4, 1), "discriminative, 2 layers": (2, 1),
-    "discriminative, 3 × as long": (4, 3),
-}
+    "discriminative, 3 × as long": (4, 3)}
 SIDES = ("genac", "ppo", "grpo", "vine-ppo")
 
 
@@ -1206,14 +1207,15 @@ def claim_file(name: str, seed: int) -> str:
 
 
 def claim_critic(args, name: str, seed: int) -> None:
-    """A row of MODELS through all stages, to its file."""
+    """A row of GENERATIVE or DISCRIMINATIVE through all stages, to its file."""
     from train import build_base, write_json
 
     torch.set_num_threads(1)
     if not os.path.isfile(claim_file(name, seed)):
-        claim = claim_generative if name.startswith("gen") else claim_discriminative
-        data = claim_sets(args.n, 1000 + seed)
-        write_json(claim_file(name, seed), claim(args, build_base(), *MODELS[name], data, seed))
+        folder, data = build_base(), claim_sets(args.n, 1000 + seed)
+        write_json(claim_file(name, seed), (
+            claim_generative(args, folder, *GENERATIVE[name], data, seed) if name in GENERATIVE
+            else claim_discriminative(args, folder, *DISCRIMINATIVE[name], data, seed)))
     print(f"{name}, seed {seed}", flush=True)
 
 
@@ -1236,14 +1238,14 @@ def claims(args) -> None:
 
     build_base()
     os.makedirs(CLAIMS, exist_ok=True)
-    args.progress, seeds = False, range(args.seeds)
+    args.progress, seeds, names = False, range(args.seeds), [*GENERATIVE, *DISCRIMINATIVE]
     with multiprocessing.get_context("spawn").Pool(2) as pool:  # one thread each, longest first
         jobs = [pool.apply_async(rl_critic, (args,)), *(pool.apply_async(
-            claim_critic, (args, name, seed)) for name in MODELS for seed in seeds)]
+            claim_critic, (args, name, seed)) for name in names for seed in seeds)]
         for job in tqdm(jobs, "critics", dynamic_ncols=True):
             job.get()
     critics = {}
-    for name, seed in ((name, seed) for name in MODELS for seed in seeds):
+    for name, seed in ((name, seed) for name in names for seed in seeds):
         with open(claim_file(name, seed)) as file:
             critics.setdefault(name, []).append(json.load(file))
     print_critics(critics)

@@ -173,8 +173,8 @@ def generate(
     """Samples one response to each prompt (lists of token ids, none empty), rows in their order.
 
     At most max_rows responses are under way at once. When an eighth of them has ended, their rows
-    leave the batch and the cache, and waiting prompts take the places; a beginning that many of them
-    share is computed once (`prefill`). Temperature 0 is greedy decoding, scored at temperature 1.
+    leave the batch and the cache, and waiting prompts take the places; a beginning that many share
+    is computed once (`prefill`). Temperature 0 is greedy decoding, scored at temperature 1.
     `routing` notes the experts that each token goes to.
 
     Returns tokens [B, P+T] long, attention [B, P+T] bool, mask [B, T] bool, logp_roll [B, T]

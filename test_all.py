@@ -3662,8 +3662,9 @@ def test_genac_claims_keep_what_is_done(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "build_base", lambda: "base")
     monkeypatch.setattr(genac, "REPLY", 12)
     monkeypatch.setattr(genac, "POOLS", (2, 4))
-    kinds = {"generative": (1, True), "discriminative": (1, 1)}
-    monkeypatch.setattr(genac, "MODELS", kinds)
+    kinds = "generative", "discriminative"
+    monkeypatch.setattr(genac, "GENERATIVE", {kinds[0]: (1, True)})
+    monkeypatch.setattr(genac, "DISCRIMINATIVE", {kinds[1]: (1, 1)})
     args = argparse.Namespace(n=4, sft_steps=[1, 1], sft_batch=2, sft_lr=1e-3, value_lr=1e-3,
                               lr=1e-4, batch=2, steps=1, baseline="none", progress=False)
     os.makedirs(genac.CLAIMS)

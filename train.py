@@ -1883,6 +1883,7 @@ def launch(flags: list[str], folder: str, name: str, workers: int) -> BaseProces
     """One run as a process of its own, on its share of the cores; what it says goes to a log."""
     path = os.path.join(folder, name)
     how = ["--resume", path] if checkpoints(path) else [*flags, "--out", path]
+    how += ["--device", "cpu"]  # a fork cannot use a GPU
     if not checkpoints(path):
         shutil.rmtree(path, ignore_errors=True)  # one that never got to its first step
     threads = max(1, (os.cpu_count() or 1) // workers)
@@ -1895,11 +1896,10 @@ def launch(flags: list[str], folder: str, name: str, workers: int) -> BaseProces
 
 
 def run_alone(flags: list[str], log: str, threads: int) -> None:
-    """main(flags) with its words in a log, on the CPU; ends the process with its exit status."""
+    """main(flags) with its words in a log; ends the process with its exit status."""
     os.setsid()  # Ctrl-C reaches it through run_all
     with open(log, "a") as said:
         os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(threads)
     sys.exit(main(flags))
 
@@ -1941,6 +1941,9 @@ def compare(args: argparse.Namespace) -> None:
     common = (f"--steps {args.steps} --rollout-batch {args.rollout_batch} --eval-every 20 "
               "--eval-k 2 --show-every 0 --save-every 20 --keep 1 --token-budget 1024").split()
     rates = args.lrs.split(",")
+    has_critic = lambda arm: method_of(parse(arm.split())[0]).value == "critic"
+    # a run without a critic takes half as long: two more of them
+    seeds = lambda arm: range(1, args.seeds + (1 if has_critic(arm) else 3))
     critic = {seed: f"critic-{seed}" for seed in range(args.seeds + 1)}
     run_all({name: ["--steps", "1", "--eval-problems", "1", "--seed", str(seed)]
              for seed, name in critic.items()}, args.folder, args.workers)
@@ -1953,9 +1956,6 @@ def compare(args: argparse.Namespace) -> None:
             flags += ["--critic", f"{args.folder}/{critic[seed]}/critic-pretrained"]
         return f"{slug(arm)}-lr{lr}-s{seed}", flags
 
-    has_critic = lambda arm: method_of(parse(arm.split())[0]).value == "critic"
-    # a run without a critic takes half as long: two more of them
-    seeds = lambda arm: range(1, args.seeds + (1 if has_critic(arm) else 3))
     tuned = list(dict.fromkeys(
         arm for name in args.compare for arm in COMPARISONS[name][: 1 if name == "sweep" else 99]))
     grid = run_all(dict(job(arm, lr, 0) for arm in tuned for lr in rates), args.folder,
