@@ -1,7 +1,7 @@
 """Rollout: prompts in; sampled responses, the sampler's own log-probs and rewards out.
 
     a_t ~ μ(·|s_t) = softmax(z_t / τ)            log μ(a_t|s_t) over the full vocabulary
-    R = +1 if the verifier accepts the response, −1 otherwise; cut at the length limit: −1
+    R = +1 if the verifier accepts the response, −1 otherwise
 
 S3AC §3.1 (binary reward on the last token), §3.2 (why log μ is kept: IcePoP and MIS compare it
 with the trainer's log π_old). Shapes, for B prompts, the longest prompt P and longest response T:
@@ -13,20 +13,22 @@ with the trainer's log π_old). Shapes, for B prompts, the longest prompt P and 
     state s_t   = prompt + response[:t]                 the hidden state *before* response token t
     response(x) = x[:, −T−1:−1]                         the one place where the shift by one happens
 
-Masks come from positions, never from `ids == pad`: pad == eos is normal. Four parts: the batch,
-the samplers (`generate`, or another engine with its arguments), problems and verifiers, the
-embedded task. Left out: servers of their own, sampling while training.
+Masks come from positions, never from `ids == pad`: pad == eos is normal.
+Differs from the paper:
+  - a response cut at the length limit has R = −1; the paper does not say what it has
+  - the embedded task stands in for the paper's data where no other is given
+Left out: a server for the sampler, and sampling while training goes on.
 
-    python rollout.py              one batch of the embedded task, token by token
-    python rollout.py --bench      tokens per second against transformers' own model.generate
-    python rollout.py --bench --model DIR
+    python rollout.py         a response of the embedded task, token by token, and its states
 """
+from __future__ import annotations
 
 import argparse
 import functools
 import inspect
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -36,24 +38,25 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise, product
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad as padded
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.cache_utils import DynamicCache
-from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 
-# --------------------------------------------------------------------------------------- batch
+if TYPE_CHECKING:  # transformers' models take seconds to import
+    from transformers import DynamicCache, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+# ---- batch ---------------------------------------------------------------------------------------
 
 @dataclass
 class Batch:
@@ -71,6 +74,7 @@ class Batch:
     starts: Tensor | None = None  # [B, T] bool: where steps start (VinePPO, GenAC)
     value_std: Tensor | None = None  # [B, T] how far two critics disagree (AsyPPO)
     value: Tensor | None = None  # [B, T] V(s_t); value[:, 0] = V(s_0)
+    target: Tensor | None = None  # [B] or [B, T]: what a critic is fitted to, R or the λ-return
     advantage: Tensor | None = None  # [B, T] Â_t
     keep: Tensor | None = None  # [B, T] bool: mask ∧ IcePoP ∧ MIS
 
@@ -94,38 +98,40 @@ def take(batch: Batch, rows: Tensor) -> Batch:
     real = batch.attention[rows].any(0)
     first = int(real.int().argmax())  # columns before it are padding in every row taken
     width = int(real[-T:].sum()) if T else 0
-    picked = {}
-    for name, x in _present(batch).items():
-        x = x[rows]
-        if name in WIDE:
-            x = x[:, first : S - T + width]
-        elif x.ndim > 1:
-            x = x[:, :width]
-        picked[name] = x
-    return Batch(**picked)
+    wide, narrow = slice(first, S - T + width), slice(width)
+    return Batch(**{
+        name: x[rows] if x.ndim == 1 else x[rows][:, wide if name in WIDE else narrow]
+        for name, x in _present(batch).items()})
 
 
 def concatenate(batches: list[Batch]) -> Batch:
     """One batch of several: prompts padded on the left, responses on the right. [ΣB, …]"""
-    T = max(b.mask.shape[1] for b in batches)
-    P = max(b.tokens.shape[1] - b.mask.shape[1] for b in batches)
-    joined = {}
-    for name, x in _present(batches[0]).items():
-        rows = [getattr(b, name) for b in batches]
-        if x.ndim > 1:
-            pads = [(P - b.tokens.shape[1] + b.mask.shape[1] if name in WIDE else 0,
-                     T - b.mask.shape[1]) for b in batches]
-            fill = -1 if name == "routing" else 0
-            rows = [nn.functional.pad(x, (0, 0) * (x.ndim - 2) + pad, value=fill)
-                    for x, pad in zip(rows, pads)]
-        joined[name] = torch.cat(rows)
-    return Batch(**joined)
+    T = [b.mask.shape[1] for b in batches]
+    return Batch(**{
+        name: _below([getattr(b, name) for b in batches], T, -1 if name == "routing" else 0)
+        for name in _present(batches[0])})
+
+
+def _below(parts: list[Tensor], T: list[int], fill: float) -> Tensor:
+    """Parts [n_i, W_i, …] below each other. `fill` makes them equally wide: on the right of a part
+    with T_i response columns max(T) − T_i columns, the others on its left."""
+    if parts[0].ndim == 1:
+        return torch.cat(parts)
+    right = [max(T) - t for t in T]
+    width = max(x.shape[1] + n for x, n in zip(parts, right))
+    return torch.cat([padded(x, (0, 0) * (x.ndim - 2) + (width - x.shape[1] - n, n), value=fill)
+                      for x, n in zip(parts, right)])
+
+
+def move(batch: Batch, device: torch.device | str) -> Batch:
+    """The batch on another device."""
+    return Batch(**{name: x.to(device) for name, x in _present(batch).items()})
 
 
 def _present(batch: Batch) -> dict[str, Tensor]:
     """The fields that are filled, by name."""
-    found = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    return {name: x for name, x in found.items() if x is not None}
+    values = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    return {name: x for name, x in values.items() if x is not None}
 
 
 def length_groups(
@@ -154,180 +160,138 @@ def length_groups(
     return [*groups, group] if group else groups
 
 
-# ------------------------------------------------------------------------------------- sampler
-
-
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    prompts: list[list[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    eos_id: int | list[int],
-    pad_id: int,
-    generator: torch.Generator | None = None,
-    max_rows: int = 256,
-    routing: "Routing | None" = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Samples one response to each prompt (lists of token ids, none empty), rows in their order.
-
-    At most max_rows responses are under way at once. When an eighth of them has ended, their rows
-    leave the batch and the cache, and waiting prompts take the places; a beginning that many share
-    is computed once (`prefill`). Temperature 0 is greedy decoding, scored at temperature 1.
-    `routing` notes the experts that each token goes to.
-
-    Returns tokens [B, P+T] long, attention [B, P+T] bool, mask [B, T] bool, logp_roll [B, T]
-    float32 over the full vocabulary at this temperature, 0 where mask is False. T is the longest
-    response sampled. A response cut at max_new_tokens keeps its last token.
-    """
-    _check_generate(prompts, max_new_tokens, temperature, max_rows)
-    device, B = next(model.parameters()).device, len(prompts)
-    eos = torch.tensor(eos_id, device=device).reshape(-1)
-    out = torch.full((B, max_new_tokens), pad_id, device=device)
-    logp_roll = torch.zeros(B, max_new_tokens, device=device)
-    length = torch.zeros(B, dtype=torch.long, device=device)
-    live, waiting = _Live(model, pad_id, device, routing), list(range(B))
-    if routing:
-        routing.start(B, max(map(len, prompts)) + max_new_tokens)
-    bar = tqdm(total=B, desc="responses", delay=5, leave=False,
-               disable=os.getenv("RANK", "0") != "0")
-    while True:
-        bar.update(live.drop_ended())
-        free = max_rows - len(live.row)
-        if waiting and free >= max(1, max_rows // 8):
-            slots, logits = live.admit(waiting[:free], [prompts[i] for i in waiting[:free]])
-            waiting = waiting[free:]
-        elif len(live.row):
-            slots, logits = live.step()
-        else:
-            break
-        token, logp = _sample(logits, temperature, generator)
-        row = live.row[slots]
-        out[row, length[row]], logp_roll[row, length[row]] = token, logp
-        length[row] += 1
-        live.last[slots] = token
-        live.ended[slots] = torch.isin(token, eos) | (length[row] == max_new_tokens)
-    bar.close()
-    T = int(length.max())
-    mask = torch.arange(T, device=device) < length[:, None]
-    tokens, attention = left_pad(prompts, pad_id, device)
-    return (
-        torch.cat([tokens, out[:, :T]], 1), torch.cat([attention, mask], 1), mask, logp_roll[:, :T]
-    )
-
-
-def _sample(logits: Tensor, temperature: float, generator) -> tuple[Tensor, Tensor]:
-    """logits [R, V] -> token [R] and its log-prob [R] in float32."""
-    logp = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
-    if temperature == 0:
-        token = logp.argmax(-1, keepdim=True)
-    else:
-        token = torch.multinomial(logp.exp(), 1, generator=generator)
-    return token[:, 0], logp.gather(-1, token)[:, 0]
-
-
-class _Live:
-    """The R rows under way: row (the number of its prompt), last token and ended, [R] each,
-    attention [R, W] and the KV cache. Rows are right-aligned, so that one column is `now` for all;
-    positions come from the attention mask."""
-
-    def __init__(self, model: nn.Module, pad_id: int, device: torch.device, routing=None):
-        self.model, self.pad_id, self.device, self.routing = model, pad_id, device, routing
-        self.row = torch.empty(0, dtype=torch.long, device=device)
-        self.last, self.ended = self.row, self.row.bool()
-        self.attention = torch.empty(0, 0, dtype=torch.bool, device=device)
-        self.cache = DynamicCache()
-        named = inspect.signature(model.forward).parameters  # renamed within transformers 5
-        self.cache_name = "cache" if "cache" in named else "past_key_values"
-
-    def forward(
-        self, row: Tensor, tokens: Tensor, attention: Tensor, cache: DynamicCache
-    ) -> Tensor:
-        """tokens [n, m] at the end of attention [n, W] -> logits [n, V] after the last of them."""
-        m = tokens.shape[1]
-        where = positions(attention)[:, -m:]
-        out = self.model(
-            input_ids=tokens, attention_mask=attention.long(), use_cache=True, logits_to_keep=1,
-            position_ids=where, **{self.cache_name: cache},
-        )
-        if self.routing:
-            self.routing.note(row, where, attention[:, -m:])
-        return out.logits[:, -1]
-
-    def admit(self, numbers: list[int], prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Prefills n prompts and joins them to the rows under way -> their slots [n], logits."""
-        R, n, row = len(self.row), len(prompts), torch.tensor(numbers, device=self.device)
-        logits, attention, cache = self.prefill(row, prompts)
-        if R:
-            attention = _stack(self.cache, self.attention, cache, attention)
-        self.cache, self.attention = cache, attention
-        self.row, self.last = torch.cat([self.row, row]), torch.cat([self.last, row])
-        self.ended = torch.cat([self.ended, torch.zeros_like(row, dtype=torch.bool)])
-        return torch.arange(R, R + n, device=self.device), logits
-
-    def prefill(self, row: Tensor, prompts: list[list[int]]) -> tuple[Tensor, Tensor, DynamicCache]:
-        """Logits [n, V] after n prompts, their attention [n, W] and cache.
-
-        Where that saves half of the tokens or more, a prompt copies the keys and values of its
-        beginning from one that begins alike: K rollouts of a prompt, a critic's states of a text.
-        """
-        source, lengths = begins_alike(prompts), [len(prompt) for prompt in prompts]
-        own = [i for i, j in enumerate(source) if i == j]
-        rest = [i for i, j in enumerate(source) if i != j]
-        if self.routing or 2 * sum(lengths[i] - TAIL for i in rest) < sum(lengths):
-            tokens, attention = left_pad(prompts, self.pad_id, self.device)
-            cache = DynamicCache()
-            return self.forward(row, tokens, attention, cache), attention, cache
-        logits, attention, cache = self.prefill(row[own], [prompts[i] for i in own])
-        copied = torch.tensor([lengths[i] - TAIL for i in rest], device=self.device)[:, None]
-        at = torch.tensor([own.index(source[i]) for i in rest], device=self.device)
-        first = (~attention).sum(1, keepdim=True)[at]  # column of its first token
-        C = int(copied.max())
-        columns = torch.arange(C, device=self.device) - C + copied + first  # right-aligned
-        tails = DynamicCache()
-        for i, layer in enumerate(cache.layers):
-            tails.update(*(x[at].take_along_dim(columns.clamp_min(0)[:, None, :, None], 2)
-                           for x in (layer.keys, layer.values)), i)
-        new = torch.tensor([prompts[i][-TAIL:] for i in rest], device=self.device)
-        seen = torch.cat([columns >= first, torch.ones_like(new, dtype=torch.bool)], 1)
-        logits = torch.cat([logits, self.forward(row[rest], new, seen, tails)])
-        attention = _stack(cache, attention, tails, seen)
-        order = torch.tensor(own + rest, device=self.device).argsort()
-        for layer in tails.layers:
-            layer.keys, layer.values = layer.keys[order], layer.values[order]
-        return logits[order], attention[order], tails
-
-    def step(self) -> tuple[Tensor, Tensor]:
-        """Feeds the last tokens -> slots [n] of the rows that go on, logits [n, V]."""
-        self.attention = torch.cat([self.attention, ~self.ended[:, None]], 1)
-        logits = self.forward(self.row, self.last[:, None], self.attention, self.cache)
-        slots = (~self.ended).nonzero()[:, 0]
-        return slots, logits[slots]
-
-    def drop_ended(self) -> int:
-        """Drops rows that ended, once they are an eighth or all, and columns nobody needs now.
-        Returns how many."""
-        ended = int(self.ended.sum())
-        if ended < len(self.row) and ended < max(1, len(self.row) // 8) or not ended:
-            return 0
-        rows = (~self.ended).nonzero()[:, 0]
-        self.row, self.last, self.ended = self.row[rows], self.last[rows], self.ended[rows]
-        attention = self.attention[rows]
-        first = int(attention.any(0).int().argmax()) if len(rows) else attention.shape[1]
-        self.attention = attention[:, first:]
-        for layer in self.cache.layers:
-            layer.keys = layer.keys[rows, :, first:]
-            layer.values = layer.values[rows, :, first:]
-        return ended
-
+# ---- sampler -------------------------------------------------------------------------------------
 
 TAIL = 32  # tokens of a prompt that are fed anew where its beginning is copied
 
 
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompts: list[list[int]], *, max_new_tokens: int, temperature: float = 1.0,
+    eos_id: int | list[int], pad_id: int, generator: torch.Generator | None = None,
+    max_rows: int = 256, routing: Routing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Samples one response to each prompt (lists of token ids, none empty), rows in their order.
+
+    max_rows prompts at a time. Temperature 0 is greedy decoding, scored at temperature 1. `routing`
+    notes the experts that each token goes to.
+
+    Returns tokens [B, P+T] long, attention [B, P+T] bool, mask [B, T] bool, logp_roll [B, T] over
+    the full vocabulary at this temperature, 0 where mask is False: float32, or float64 for a
+    float64 model. T is the longest response sampled. A response cut at max_new_tokens keeps its
+    last token. ValueError for an empty prompt or a number out of range.
+    """
+    _check_generate(prompts, max_new_tokens, temperature, max_rows)
+    device, B = next(model.parameters()).device, len(prompts)
+    eos = torch.tensor(eos_id, device=device).reshape(-1)
+    if generator and generator.device.type != device.type:
+        generator = _child(generator, device)
+    draw = functools.partial(_draw, temperature=temperature, generator=generator)
+    if routing:
+        routing.start(B, max(map(len, prompts)) + max_new_tokens)
+    # a response that ends early counts in full: what is left of the bar is left to do
+    with tqdm(total=B * max_new_tokens, desc="sampling", unit=" tokens", unit_scale=True, delay=5,
+              leave=False, disable=os.getenv("RANK", "0") != "0") as bar:
+        parts = [_respond(model, prompts[i : i + max_rows], draw, eos, max_new_tokens, pad_id, bar,
+                          routing, i) for i in range(0, B, max_rows)]
+    out, logp_roll, length = map(torch.cat, zip(*parts))
+    T = int(length.max())
+    mask = torch.arange(T, device=device) < length[:, None]
+    tokens, attention = left_pad(prompts, pad_id, device)
+    whole = torch.cat([tokens, out[:, :T]], 1), torch.cat([attention, mask], 1)
+    return *whole, mask, logp_roll[:, :T]
+
+
+def _draw(z: Tensor, *, temperature: float, generator: torch.Generator | None) -> tuple:
+    """Logits [n, V] -> token [n] and its log-prob [n], in float32 or more."""
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    logp = torch.log_softmax(z / (temperature or 1.0), -1)  # log μ(·|s_t)
+    token = (torch.multinomial(logp.exp(), 1, generator=generator) if temperature
+             else logp.argmax(-1, keepdim=True))
+    return token[:, 0], logp.gather(-1, token)[:, 0]
+
+
+def _respond(model: nn.Module, prompts: list[list[int]], draw: Callable, eos: Tensor, limit: int,
+             pad_id: int, bar: tqdm, routing: Routing | None, number: int) -> tuple:
+    """Responses to n prompts side by side, of which the first has this number -> tokens and their
+    log-probs [n, limit], lengths [n]. Rows are right-aligned: one column of the cache is `now`."""
+    row = live = torch.arange(len(prompts), device=eos.device)  # in the cache; not ended
+    z, seen, cache = _prefill(model, prompts, pad_id, number + row, routing)
+    out = torch.full((len(row), limit), pad_id, device=eos.device)
+    logp_roll = z.new_zeros(out.shape, dtype=torch.promote_types(z.dtype, torch.float32))
+    length = torch.zeros_like(row)
+    for t in range(limit):
+        token, logp = draw(z)
+        out[live, t], logp_roll[live, t], length[live] = token, logp, t + 1
+        before, live = len(live), live[~torch.isin(token, eos)]
+        bar.update(before * (limit - t) - len(live) * (limit - t - 1))
+        if not len(live) or t + 1 == limit:
+            break
+        if len(row) - len(live) >= max(1, len(row) // 8):  # an eighth has ended: it is dropped
+            kept = torch.isin(row, live).nonzero()[:, 0]
+            row, seen = live, seen[kept]
+            first = int(seen.any(0).int().argmax())  # columns before it are padding in every row
+            seen = seen[:, first:]
+            for layer in cache.layers:
+                layer.keys, layer.values = (
+                    x[kept, :, first:] for x in (layer.keys, layer.values))
+        going = torch.isin(row, live)
+        seen = torch.cat([seen, going[:, None]], 1)
+        z = _forward(model, out[row, t][:, None], seen, cache, number + row, routing)[going]
+    return out, logp_roll, length
+
+
+def _forward(model: nn.Module, tokens: Tensor, seen: Tensor, cache: DynamicCache, row: Tensor,
+             routing: Routing | None) -> Tensor:
+    """tokens [n, m], the last columns of attention seen [n, W] -> logits [n, V] after the last."""
+    where = positions(seen)[:, -tokens.shape[1] :]
+    z = model(input_ids=tokens, attention_mask=seen.long(), position_ids=where, use_cache=True,
+              logits_to_keep=1, **{_cache_name(type(model)): cache}).logits
+    if routing:
+        routing.note(row, where, seen[:, -tokens.shape[1] :])
+    return z[:, -1]
+
+
+@functools.cache
+def _cache_name(model: type) -> str:
+    """The name of the cache among the model's arguments: it changes within transformers 5."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def _prefill(model: nn.Module, prompts: list[list[int]], pad_id: int, row: Tensor,
+             routing: Routing | None) -> tuple[Tensor, Tensor, DynamicCache]:
+    """Logits [n, V] after n prompts, their attention [n, W] and cache.
+
+    A beginning that prompts share (K rollouts of a prompt, a critic's states of one response) is
+    computed once, and each feeds its last TAIL tokens alone, where that saves half of the tokens.
+    """
+    from transformers import DynamicCache
+    source, lengths = begins_alike(prompts), [len(prompt) for prompt in prompts]
+    once = sorted(set(source))
+    fed = sum(lengths[i] for i in once) + TAIL * len(prompts)
+    alike = not routing and 2 * fed <= sum(lengths)
+    whole = [prompts[i] for i in once] if alike else prompts
+    (tokens, seen), cache = left_pad(whole, pad_id, row.device), DynamicCache()
+    z = _forward(model, tokens, seen, cache, row, routing)
+    if not alike:
+        return z, seen, cache
+    at = row.new_tensor([once.index(j) for j in source])
+    copied = row.new_tensor([max(n - TAIL, 0) for n in lengths])[:, None]
+    first = (~seen).sum(1, keepdim=True)[at]  # column of the source's first token
+    columns = torch.arange(-int(copied.max()), 0, device=row.device) + copied + first
+    tails = DynamicCache()
+    for i, layer in enumerate(cache.layers):  # right-aligned; columns before `first` are masked
+        tails.update(*(x[at].take_along_dim(columns.clamp_min(0)[:, None, :, None], 2)
+                       for x in (layer.keys, layer.values)), i)
+    tokens, real = left_pad([prompt[-TAIL:] for prompt in prompts], pad_id, row.device)
+    seen = torch.cat([columns >= first, real], 1)
+    return _forward(model, tokens, seen, tails, row, routing), seen, tails
+
+
 def begins_alike(prompts: list[list[int]]) -> list[int]:
-    """For each prompt one, as long or longer, that begins with all of it but its last TAIL tokens;
-    itself if there is none. None of those named names another."""
+    """source[i] is a prompt, as long or longer, that begins with all tokens of prompt i but its
+    last TAIL, so that i can use its cache; or i itself. source[source[i]] is source[i]."""
     seen, source = {}, list(range(len(prompts)))  # seen: hash of a beginning -> whose it is
     for i in sorted(source, key=lambda i: -len(prompts[i])):
         at = list(accumulate(prompts[i], lambda h, token: hash((h, token)), initial=0))
@@ -340,42 +304,26 @@ def begins_alike(prompts: list[list[int]]) -> list[int]:
     return source
 
 
-def _stack(above: DynamicCache, attention: Tensor, cache: DynamicCache, own: Tensor) -> Tensor:
-    """Puts the rows of a cache and its attention above another's, right-aligned; in place."""
-    W = max(attention.shape[1], own.shape[1])
-    for old, new in zip(above.layers, cache.layers):
-        new.keys = torch.cat([_widen(old.keys, W, -2), _widen(new.keys, W, -2)])
-        new.values = torch.cat([_widen(old.values, W, -2), _widen(new.values, W, -2)])
-    return torch.cat([_widen(attention, W, 1), _widen(own, W, 1)])
-
-
-def _widen(x: Tensor, W: int, dim: int) -> Tensor:
-    """Zeros on the left of one dimension, up to width W."""
-    shape = list(x.shape)
-    shape[dim] = W - shape[dim]
-    return torch.cat([x.new_zeros(shape), x], dim) if shape[dim] else x
-
-
-def left_pad(
-    rows: list[list[int]], pad_id: int, device: torch.device | str
-) -> tuple[Tensor, Tensor]:
+def left_pad(rows: list[list[int]], pad_id: int, device: torch.device | str
+             ) -> tuple[Tensor, Tensor]:
     """Lists of ids -> tokens [B, P] and attention [B, P]."""
     P = max(map(len, rows))
     tokens = torch.tensor([[pad_id] * (P - len(row)) + list(row) for row in rows], device=device)
-    real = P - torch.tensor([len(row) for row in rows], device=device)
-    return tokens, torch.arange(P, device=device) >= real[:, None]
+    before = torch.tensor([P - len(row) for row in rows], device=device)
+    return tokens, torch.arange(P, device=device) >= before[:, None]
 
 
-def _check_generate(prompts, max_new_tokens, temperature, max_rows) -> None:
+def _check_generate(
+    prompts: list[list[int]], max_new_tokens: int, temperature: float, max_rows: int
+) -> None:
     empty = [i for i, prompt in enumerate(prompts) if len(prompt) == 0]
     if not len(prompts) or empty:
-        found = f"an empty prompt at {empty[0]}" if empty else "no prompt"
-        raise ValueError(f"prompts: expected lists of token ids, none empty; found {found}")
+        raise ValueError("prompts: expected lists of token ids, none empty; found "
+                         + (f"an empty prompt at {empty[0]}" if empty else "no prompt"))
     if max_new_tokens < 1 or max_rows < 1:
-        raise ValueError(
-            f"max_new_tokens and max_rows: expected 1 or more, found {max_new_tokens}, {max_rows}"
-        )
-    if not 0 <= temperature < float("inf"):
+        raise ValueError("max_new_tokens and max_rows: expected 1 or more, "
+                         f"found {max_new_tokens}, {max_rows}")
+    if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature: expected 0 (greedy) or more, found {temperature}")
 
 
@@ -400,9 +348,9 @@ class Routing:
 
     def start(self, rows: int, width: int) -> None:
         """Room for the choices of new rows: choice [rows, width, L, k] by position, −1: unknown."""
-        shape = rows, width, len(self.routers), self.routers[0].top_k
-        self.choice = torch.full(shape, -1, dtype=torch.int16, device=self.routers[0].weight.device)
-        self.seen = []
+        router, self.seen = self.routers[0], []
+        self.choice = torch.full((rows, width, len(self.routers), router.top_k), -1,
+                                 dtype=torch.int16, device=router.weight.device)
 
     def note(self, row: Tensor, position: Tensor, real: Tensor) -> None:
         """The choices of the forward pass just done: row [n], position and real [n, m]."""
@@ -417,12 +365,12 @@ class Routing:
         return torch.where(attention[..., None, None], self.choice[rows, positions(attention)], -1)
 
     def _hook(self, layer: int, router: nn.Module, inputs: tuple, output: tuple) -> tuple | None:
-        logits, scores, own = output
+        logits, scores, chosen = output
         if self.replay is None:
-            self.seen.append(own)
+            self.seen.append(chosen)
             return None
         noted = self.replay[:, :, layer].flatten(0, 1).long()
-        index = torch.where(noted >= 0, noted, own)  # the last token never went through the sampler
+        index = torch.where(noted >= 0, noted, chosen)  # the last token was never fed
         score = logits.float().softmax(-1).gather(-1, index)
         if getattr(router, "norm_topk_prob", True):
             score = score / score.sum(-1, keepdim=True)
@@ -430,34 +378,28 @@ class Routing:
 
 
 def generate_batch(
-    model: nn.Module,
-    prompts: list[list[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    eos_id: int | list[int],
-    pad_id: int,
-    generator: torch.Generator | None = None,
+    model: nn.Module, prompts: list[list[int]], *, max_new_tokens: int, temperature: float = 1.0,
+    eos_id: int | list[int], pad_id: int, generator: torch.Generator | None = None,
     max_rows: int = 256,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same as `generate` by transformers' continuous batching: a paged cache, prompts and
-    responses in one pass. For GPUs where `generate` is the bottleneck.
-
-    RuntimeError if a request fails.
-    """
+    responses in one pass. For GPUs where `generate` is the bottleneck. RuntimeError if a request
+    fails."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig as Paging
+    from transformers.generation.configuration_utils import GenerationConfig
     _check_generate(prompts, max_new_tokens, temperature, max_rows)
-    device, pages = next(model.parameters()).device, 256  # the default size of a page
+    device = next(model.parameters()).device
     sampling = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=temperature > 0, temperature=temperature or 1.0,
         top_k=0, top_p=1.0, eos_token_id=eos_id, pad_token_id=pad_id)
     width = max(map(len, prompts)) + max_new_tokens
-    # a GPU's memory is measured and filled; of a CPU's no more than the rows need is taken
+    # a GPU's memory is measured and filled; of a CPU's no more than the rows need is taken, in
+    # pages of the default size
     room = {} if device.type == "cuda" else {
-        "num_blocks": max_rows * (width // pages + 1), "max_batch_tokens": max(width, 1024)}
+        "num_blocks": max_rows * (width // 256 + 1), "max_batch_tokens": max(width, 1024)}
     seed = generator and int(torch.randint(2**31, (), generator=generator, device=generator.device))
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    paging = ContinuousBatchingConfig(
-        return_logprobs=True, max_requests_per_batch=max_rows, seed=seed, **room)
+    paging = Paging(return_logprobs=True, max_requests_per_batch=max_rows, seed=seed, **room)
     try:
         done = model.generate_batch(
             prompts, generation_config=sampling, continuous_batching_config=paging)
@@ -480,55 +422,103 @@ def pad_responses(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Another engine's replies as the four tensors of `generate`: ids and log-probs of each
     response, its end-of-sequence token included."""
-    length = torch.tensor([len(x) for x in ids])
-    mask = torch.arange(int(length.max())) < length[:, None]
-    out, logp_roll = torch.full(mask.shape, pad_id), torch.zeros(mask.shape)
-    out[mask] = torch.tensor([token for x in ids for token in x])
-    logp_roll[mask] = torch.tensor([number for x in logp for number in x])
-    tokens, attention = left_pad(prompts, pad_id, "cpu")
-    whole = torch.cat([tokens, out], 1), torch.cat([attention, mask], 1), mask, logp_roll
-    return tuple(x.to(device) for x in whole)
+    rows = [(np.array([*prompt, *x]), np.ones(len(prompt) + len(x), bool), np.ones(len(x), bool),
+             np.array(numbers, np.float32)) for prompt, x, numbers in zip(prompts, ids, logp)]
+    return tuple(x.to(device) for x in _columns(rows, pad_id))
 
 
 SAMPLERS = {"generate": generate, "generate_batch": generate_batch}
 
 
+# ---- shared out over the ranks -------------------------------------------------------------------
+
+def over_ranks(
+    work: Callable[[Any, torch.Generator], list], items: Any, generator: torch.Generator | None
+) -> list:
+    """One result per item, in the order of items, the same list on every rank.
+
+    Each rank calls work(items[rank::size], own_generator), which returns a list of one result per
+    item of this share; a rank without an item does not call it. All ranks pass the same items and a
+    generator in the same state. Without torch.distributed there is one rank.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rng, share = _child(generator, rank=rank), items[rank::size]
+    part = work(share, rng) if len(share) else []
+    if size == 1:
+        return part
+    parts, results = [None] * size, [None] * len(items)
+    dist.all_gather_object(parts, part)
+    for i in range(size):
+        results[i::size] = parts[i]
+    return results
+
+
+def _child(generator: torch.Generator | None, device: torch.device | None = None, rank: int = 0
+           ) -> torch.Generator:
+    """A new generator by one draw of another, on its device or the one given. That draw is the same
+    on every rank and keeps `generator` in step; the rank makes the new generators differ."""
+    at = generator.device if generator else torch.device("cpu")
+    seed = int(torch.randint(2**62, (), generator=generator, device=at)) + rank
+    return torch.Generator(device or at).manual_seed(seed)
+
+
+def shared(sampler: Callable) -> Callable:
+    """A sampler with the signature of `generate` of which each rank samples a share of the prompts.
+    It returns the four tensors for all prompts, in their order, on every rank."""
+    def sample(model: nn.Module, prompts: list[list[int]], *, pad_id: int,
+               generator: torch.Generator | None = None, **limits: Any) -> tuple[Tensor, ...]:
+        rows = over_ranks(lambda share, rng: _rows(
+            *sampler(model, share, pad_id=pad_id, generator=rng, **limits)), prompts, generator)
+        return tuple(x.to(next(model.parameters()).device) for x in _columns(rows, pad_id))
+    return sample
+
+
+def _rows(*columns: Tensor) -> list[tuple]:
+    """Tensors [B, …] as B rows of arrays: a row of a tensor is pickled with the whole tensor."""
+    return list(zip(*(x.cpu().numpy() for x in columns)))
+
+
+def _columns(rows: list[tuple], pad_id: int) -> list[Tensor]:
+    """Rows (tokens, attention, mask, logp, reward, routing) of several widths -> tensors [B, …]."""
+    T, fills = [len(row[2]) for row in rows], (pad_id, 0, 0, 0, 0, -1)
+    return [_below([torch.from_numpy(np.asarray(x)[None]) for x in column], T, fill)
+            for column, fill in zip(zip(*rows), fills)]
+
+
 def collect(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
-    answers: list[str],
-    prompt_id: Tensor,
-    verifier: Callable[[str, str], float],
-    *,
-    eos_id: list[int],
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-    max_rows: int = 256,
-    sampler: Callable = generate,
-    routing: Routing | None = None,
+    sample: Callable, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], answers: list,
+    prompt_id: Tensor, verifier: Callable[[str, Any], float], *, eos_id: list[int],
+    generator: torch.Generator | None, routing: Routing | None = None,
 ) -> Batch:
     """Samples a response to each prompt (token ids, length B) and verifies it -> Batch.
 
-    prompt_id [B] long. The verifier gets text and answer, without the special tokens, and returns
-    ±1. A response without an end-of-sequence token is a failure, whatever it says.
+    sample(prompts, generator=…) returns the four tensors of `generate`. Ranks share the work, and
+    every rank gets the whole batch, in the order of prompts, on the device of prompt_id [B] long.
+    The verifier gets the text without special tokens and the answer (any object), and returns ±1.
+    A response without an end-of-sequence token is a failure, whatever the verifier says. `routing`
+    is the one that `sample` notes the experts' choices in. ValueError if `sample` gives no token
+    for a prompt.
     """
-    tokens, attention, mask, logp_roll = sampler(
-        model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, eos_id=eos_id,
-        pad_id=tokenizer.pad_token_id, generator=generator, max_rows=max_rows,
-        **({"routing": routing} if routing else {}),
-    )
-    T = mask.shape[1]
-    last = tokens[:, -T:].gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
-    truncated = ~torch.isin(last, torch.tensor(eos_id, device=last.device))
-    texts = decode(tokenizer, tokens[:, -T:], mask)
-    reward = torch.tensor([verifier(text, answer) for text, answer in zip(texts, answers)])
-    reward = reward.to(tokens.device)
+    def work(share: range, rng: torch.Generator) -> list[tuple]:
+        """Rows of the prompts with these numbers."""
+        tokens, attention, mask, logp = sample([prompts[i] for i in share], generator=rng)
+        texts = decode(tokenizer, tokens[:, tokens.shape[1] - mask.shape[1] :], mask)
+        reward = torch.tensor([verifier(text, answers[i]) for text, i in zip(texts, share)])
+        noted = [routing.columns(attention)] if routing else []
+        return _rows(tokens, attention, mask, logp, reward, *noted)
+
+    rows = over_ranks(work, range(len(prompts)), generator)
+    empty = [i for i, row in enumerate(rows) if not row[2].any()]
+    if empty or len(rows) != len(prompts):
+        raise ValueError(f"sampler: expected a response to each of {len(prompts)} prompts, found "
+                         + (f"no token for prompt {empty[0]}" if empty else f"{len(rows)}"))
+    tokens, attention, mask, logp, reward, *noted = _columns(rows, tokenizer.pad_token_id)
+    last = tokens[:, -mask.shape[1] :].gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
+    truncated = ~torch.isin(last, torch.tensor(eos_id))
     # assumption: a truncated response is a failure (R = −1), not a state to bootstrap from
     reward = torch.where(truncated, -1.0, reward)
-    return Batch(tokens, attention, mask, prompt_id.to(tokens.device), reward, truncated, logp_roll,
-                 routing.columns(attention) if routing else None)
+    batch = Batch(tokens, attention, mask, prompt_id, reward, truncated, logp, *noted)
+    return move(batch, prompt_id.device)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, mask: Tensor) -> list[str]:
@@ -536,10 +526,15 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, mask: Tensor) -> 
     rows = [row[kept].tolist() for row, kept in zip(tokens.cpu(), mask.cpu())]
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
-# ------------------------------------------------------------------------------------ problems
+
+# ---- problems ------------------------------------------------------------------------------------
 
 PROMPT_KEYS = ("prompt", "problem", "question")
 ANSWER_KEYS = ("reward_model.ground_truth", "answer", "solution")
+LIST_AS_TEXT = re.compile(r"[\[{][\s\[]*[\"']|\[[^,()\[\]]*\]$")  # but [0, 1] is an interval
+NO_ANSWER = re.compile(  # a missing value, an unreadable list, "\frac" read by JSON as a form feed
+    r"^(?:nan|null)$|^[\[{][\s\[]*[\"']|[\x00-\x08\x0b\x0c\x0e-\x1f]"
+    r"|[\t\n\r](?:ext|imes|frac|heta|eq|ight)(?![a-zA-Z])", re.I)
 
 
 @dataclass(frozen=True)
@@ -556,16 +551,16 @@ def load_problems(path: str) -> list[Problem]:
 
     The first key present counts: prompt | problem | question, and reward_model.ground_truth |
     answer | solution. Of an answer: its last box, else what follows '####' (GSM8K), else all of
-    it; of a solution: its last box. ValueError with the number of the line that does not fit.
+    it; of a solution: its last box. A list of one answer, also as text ('["76"]'), is that answer.
+    ValueError with the number of the line that does not fit: several alternatives, NaN, an answer
+    that is wrong in a box.
     """
     problems = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 if text := line.decode("utf-8-sig").strip():
-                    row = _read_row(text)
-                    level = row.get("level", row.get("difficulty", ""))
-                    problems.append(Problem(_read_prompt(row), _read_answer(row), str(level)))
+                    problems.append(_read_problem(text))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not problems:
@@ -573,57 +568,65 @@ def load_problems(path: str) -> list[Problem]:
     return problems
 
 
-def _read_row(text: str) -> dict:
+def _read_problem(text: str) -> Problem:
     if text.startswith("["):
         raise ValueError("expected JSONL, one JSON object per line, found a JSON list")
     try:
-        row = json.loads(text)
+        row = json.loads(text, parse_float=Decimal)  # a float would lose digits: 4.5e33
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", error)
         raise ValueError(f"expected a JSON object, found broken JSON ({reason})") from None
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {text:.40}")
     nested = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
-    return row | {f"reward_model.{key}": value for key, value in nested.items()}
+    row |= {f"reward_model.{key}": value for key, value in nested.items()}
+    picked = []
+    for keys in (PROMPT_KEYS, ANSWER_KEYS):
+        picked += [key for key in keys if row.get(key) is not None][:1]
+        if not picked or picked[-1] not in keys:
+            present = ", ".join(row) or "none"
+            raise ValueError(f"expected one of the keys {', '.join(keys)}; found {present}")
+    level = row.get("level", row.get("difficulty", ""))
+    prompt, answer = (row[key] for key in picked)
+    return Problem(_checked_prompt(picked[0], prompt), _gold(picked[1], answer), str(level))
 
 
-def _first_present(row: dict, keys: tuple[str, ...]) -> tuple[str, object]:
-    for key in keys:
-        if row.get(key) is not None:
-            return key, row[key]
-    found = ", ".join(row) or "none"
-    raise ValueError(f"expected one of the keys {', '.join(keys)}; found {found}")
-
-
-def _read_prompt(row: dict) -> str | list[dict]:
-    key, prompt = _first_present(row, PROMPT_KEYS)
+def _checked_prompt(key: str, prompt: Any) -> str | list[dict]:
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     texts = [m.get(field) for m in messages if isinstance(m, dict) for field in ("role", "content")]
     complete = len(texts) == 2 * len(messages) and all(isinstance(text, str) for text in texts)
     if not complete or texts[-2:-1] != ["user"] or not texts[-1].strip():
-        raise ValueError(
-            f"{key}: expected a text, or chat messages (role, content) that end with the user's, "
-            f"not empty; found {prompt!r:.40}"
-        )
+        raise ValueError(f"{key}: expected a text, or chat messages (role, content) that end with "
+                         f"the user's, not empty; found {prompt!r:.40}")
     return prompt
 
 
-def _read_answer(row: dict) -> str:
-    key, answer = _first_present(row, ANSWER_KEYS)
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-        raise ValueError(f"{key}: expected a text or a number, found {str(answer):.40}")
-    boxed = extract_boxed(str(answer))
+def _gold(key: str, answer: Any) -> str:
+    """The answer as one line of text that is right when it stands in a box; or ValueError."""
+    if isinstance(answer, str) and LIST_AS_TEXT.match(answer.strip()):
+        try:  # as in Skywork-OR1
+            answer = json.loads(re.sub(r"^\[\s*'([^'\"]*)'\s*\]$", r'["\1"]', answer.strip()))
+        except (ValueError, RecursionError):
+            pass
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    vast = isinstance(answer, Decimal) and abs(answer.adjusted()) > MAX_CHARS - 50
+    if isinstance(answer, bool) or not isinstance(answer, (str, int, Decimal)) or vast:
+        raise ValueError(f"{key}: expected a text or a number, or a list of one; "
+                         f"found {str(answer):.40}")
+    answer = f"{answer:f}" if isinstance(answer, Decimal) else str(answer)
+    boxed = extract_boxed(answer)
     if key == "solution" and boxed is None:
         raise ValueError(r"solution: expected a closed \boxed{…} in it, found none")
-    answer = str(answer).rpartition("####")[2].strip() if boxed is None else boxed
-    if not canonical(answer):
-        raise ValueError(f"{key}: expected an answer, found {answer!r}")
-    return answer
+    answer = answer.rpartition("####")[2].strip(" \t\r\n") if boxed is None else boxed
+    line = " ".join(answer.split())
+    if NO_ANSWER.search(answer) or math_reward(rf"\boxed{{{line}}}", line) < 0:
+        raise ValueError(f"{key}: expected an answer that a reply can give, found {answer!r:.60}")
+    return line
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, problem: Problem, *, instruction: str = ""
-) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, instruction: str = ""
+                  ) -> list[int]:
     r"""Token ids by the chat template, up to where the reply starts; without one, of plain text.
 
     instruction is added to the user's last message on a line of its own, for example
@@ -635,11 +638,66 @@ def encode_prompt(
     if instruction:
         chat = [*chat[:-1], {"role": "user", "content": chat[-1]["content"] + "\n" + instruction}]
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    return tokenizer("\n\n".join(message["content"] for message in chat)).input_ids
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    else:
+        ids = tokenizer("\n\n".join(message["content"] for message in chat)).input_ids
+    while ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers append it to every text
+        ids = ids[:-1]
+    return ids
 
 
-# ----------------------------------------------------------------------------------- verifiers
+def load_data(data: str, eval_data: str, n_eval: int) -> tuple[list[Problem], list[Problem]]:
+    """Problems to train on and at most n_eval held out; no prompt of `data` is in both or twice.
+
+    Without data the embedded task's. Without eval_data a tenth of `data` at most is held out.
+    Prints how many answers of `data` have which form, for example `number 812 · text 3`.
+    """
+    shuffled = random.Random(0).shuffle  # which part is held out does not depend on --seed
+    if not data:
+        train, held_out = task_problems(), task_problems(held_out=True)
+    else:
+        rows = load_problems(data)
+        forms = Counter(answer_form(p.answer) for p in rows)
+        print("answers: " + " · ".join(f"{form} {n}" for form, n in forms.most_common()))
+        train = list({json.dumps(p.prompt): p for p in rows}.values())
+        if len(train) < len(rows):
+            print(f"left out {len(rows) - len(train)} of {len(rows)} problems: "
+                  "prompts that stand there twice")
+        shuffled(train)
+        n = 0 if eval_data else min(n_eval, len(train) // 10 or len(train) // 2)
+        held_out, train = train[:n], train[n:]
+    if eval_data:
+        held_out = load_problems(eval_data)
+        shuffled(held_out)
+    if len(train) < 2:
+        raise ValueError(f"--data: expected 2 or more problems to train on, found {len(train)}")
+    return train, held_out[:n_eval]
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, problems: list[Problem], *, max_prompt: int,
+    long_prompts: str, instruction: str,
+) -> tuple[list[Problem], list[list[int]]]:
+    """Problems whose prompt has 1 … max_prompt tokens, and their ids; with long_prompts "stop", or
+    if none fits, a longer one is a ValueError."""
+    try:
+        ids = [encode_prompt(tokenizer, p, instruction=instruction)
+               for p in tqdm(problems, desc="tokens of the prompts", delay=5, leave=False)]
+    except Exception as error:  # a chat template is code of the tokenizer's author
+        raise ValueError("--data: expected prompts that the tokenizer's chat template takes, found "
+                         f"{type(error).__name__}: {error}") from error
+    fits = [0 < len(x) <= max_prompt for x in ids]
+    too_long = len(fits) - sum(fits)
+    if too_long and (long_prompts == "stop" or not any(fits)):
+        raise ValueError(f"--max-prompt: expected prompts of at most {max_prompt} tokens, "
+                         f"found {too_long} of {len(fits)} that are longer (or empty), the longest "
+                         f"{max(map(len, ids))}; --long-prompts skip leaves them out")
+    if too_long:
+        print(f"skipped {too_long} of {len(fits)} prompts: over --max-prompt {max_prompt}")
+    return ([p for p, ok in zip(problems, fits) if ok], [x for x, ok in zip(ids, fits) if ok])
+
+
+# ---- verifiers -----------------------------------------------------------------------------------
 # What the model wrote is hostile: nothing in it is evaluated, only short answers are taken apart,
 # and no signal is used, so that a worker thread comes to the same verdict.
 
@@ -660,117 +718,238 @@ def extract_boxed(text: str) -> str | None:
             last = max(last, (starts.pop(), token.start()))
         elif token[0][-1] == "{" and token[0] != r"\{":
             starts.append(token.end() if token[0] != "{" else -1)
-    return text[slice(*last)].strip() if last[0] >= 0 else None
+    return text[slice(*last)].strip(" \t\r\n") if last[0] >= 0 else None
 
 
-TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{"
-UNIT = (
-    r"\s*(?:degrees?|percent|dollars?|cents?|(?:square |cubic )?(?:units?|[ckm]m|inch(?:es)?|feet|"
-    r"miles?|(?:kilo|centi)?meters?)|(?:second|minute|hour|day|week|month|year)s?)"
-)
+# What is respelled or dropped. These lists are closed: whatever is not here is part of an answer.
+SPELLING = {old: new for new, olds in {  # of LaTeX's tokens
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \textstyle \!",
+    " ": r"\, \; \: \( \) \[ \] \quad \qquad ~ $", "-": "− –", "*": r"\cdot \times × · ⋅",
+    "^": "**", r"\frac": r"\dfrac \tfrac \cfrac", "%": r"\%", "°": r"\circ \degree", r"\sqrt": "√",
+    r"\{": r"\lbrace", r"\}": r"\rbrace", r"\infty ": "∞", r"\pi ": "π", r"\pm ": "±",
+    r"\cup ": "∪", r"\in ": "∈", r"\le ": r"\leq \leqslant ≤", r"\ge ": r"\geq \geqslant ≥",
+    r"\ne ": r"\neq ≠"}.items() for old in olds.split()} | {r"\ ": " ", "\\": ""}
+UNITS = {word + s: words.split()[0] for words in (  # ~: only in a text style
+    "° degree", "°C degreescelsius", "°F degreesfahrenheit", r"dollar \$", "cent", "unit", "radian",
+    "mm millimeter", "cm centimeter centimetre", "meter metre ~m", "km kilometer kilometre",
+    "inch inche", "foot feet ft", "yard", "mile", "milehour mph", "gram ~g", "kg kilogram",
+    "mg", "pound lb", "ounce oz", "liter litre ~L", "mL ml", "second ~s", "minute min",
+    "hour hr ~h", "day", "week", "month", "year") for word in words.split() for s in ("", "s")}
+MAGNITUDES = {"": 0, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+STYLE = (r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|emph)\s*"
+         r"\{((?:[^{}]|\^\{\w\})*)\}")
+RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\*\*|.|\\", re.S)
+WORD = "|".join(sorted(map(re.escape, UNITS), key=len, reverse=True))
+MANY = "|".join(filter(None, MAGNITUDES))
+UNIT = re.compile(  # 5 square cm, 5 cm^2, 5 km/h, 5 m/s^2
+    rf"(.*?(?:[\d}})!]|\\pi|{MANY})) ?(square|sq\.?|cubic)?({WORD})(?:\^\{{([23])\}})?"
+    rf"(?:(?:/|per)({WORD}|[sh])(\^\{{2\}})?)?", re.S)
+NAME = re.compile(  # x = …, x_1 = …, f(x) = …, (x, y) = …, \theta = …, x \in …
+    r"((?:(?:[a-zA-Z]|\\[a-zA-Z]+)'*(?:_\{\w+\})?(?:\^\{-1\})?(?:\([a-zA-Z](?:,[a-zA-Z])*\))?"
+    r"|\([a-zA-Z](?:,[a-zA-Z])+\))(?:=|\\in(?![a-zA-Z]) ?))(.+)", re.S)
+MATRIX = re.compile(
+    r"\\begin\{(\w+)\}(?:\{[clr|]*\})?((?:(?!\\begin|\\end).)*)\\end\{\1\}", re.S)
+PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z]) ?")
+OPENING = {"(": ")", "[": ")", "{": "}", r"\{": r"\}", r"\langle": r"\rangle"}
+CLOSING = {")": ")", "]": ")", "}": "}", r"\}": r"\}", r"\rangle": r"\rangle"}
+REAL = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?"
+NUMBER = re.compile(
+    rf"([-+]?)(?:({REAL})(?:/({REAL}))?|(\d*) ?\\frac\{{([-+]?{REAL})\}}\{{([-+]?{REAL})\}})(%?)",
+    re.ASCII)
 RESPELL = [(re.compile(old, re.ASCII), new) for old, new in (
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),  # \left( -> (
-    (r"(?<!\\)\\[,;:! ()\[\]]|~|\\q?quad(?![a-z])|\\displaystyle", ""),  # spaces, \( and \)
-    (r"\\?[$%]|\^\\circ|\^\{\\circ\}|\\degree|°", ""),
-    (r"[−–]", "-"),
-    (r"\\(?:cdot|times)(?![a-z])|×|·", "*"),
-    (r"\\([lgn]e)q(?![a-z])", r"\\\1"),  # \leq -> \le
-    (rf",?\s*{TEXT}\s*(?:and|or)\s*\}}|,?\s+(?:and|or)\s+", ", "),  # 1 or 2 -> 1, 2
-    (rf"(?<=[\d}}i])\s*{TEXT}(?!\s*[ap]\.?m)[^{{}}]*\}}(?:\^\{{?\d\}}?)?$", ""),  # 5\text{ m} -> 5
-    (rf"(?<=\d){UNIT}(?:\^\{{?\d\}}?)?$", ""),  # 5 dollars -> 5
-    (rf"{TEXT}([^{{}}]*)\}}", r"\1"),  # \text{even} -> even
-    (r"\{,\}", ""),  # 1{,}000 -> 1000
-    (r"(?:(?<=[1-9])|(?<=\d\d)),(?=\d{3}(?:,\d{3})*(?![\d,])[^()\[\]{}]*$)", ""),  # 1,000 -> 1000
-    (r"^\\?[A-Za-z](?:_\w|\([a-z]\))?\s*(?:=|\\in(?![a-z]))", ""),  # x = 5 -> 5
-    (r"\\[dtc]frac", r"\\frac"),
-    (r"\\(frac|sqrt)\s*(\\pi|[\da-zA-Z])", r"\\\1{\2}"),  # \sqrt2 -> \sqrt{2}
-    (r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})\s*(\\pi|[\da-zA-Z])", r"\1{\2}"),  # \frac{1}2
-    (r"\\frac\{-([^-+]*)$", r"-\\frac{\1"),  # \frac{-1}{2} -> -\frac{1}{2}
-    (r"^([-+]?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),  # 1 1/2 -> 1\frac{1}{2}
-    (r"^([-+]?)([^-+/,()\s]+)/(\d+|[a-zA-Z]|\\[a-z]+)$", r"\1\\frac{\2}{\3}"),  # x/2
-    (r"([\^_])\{(\w)\}", r"\1\2"),  # x^{2} -> x^2
-    (r"^\(([A-Z])\)$", r"\1"),  # choice (C) -> C
-    (r"^(?:--|\+|\s)+|[.\s\\]+$", ""),
-    (r"\s*,\s*", ", "),
-    (r"(?<!,)\s+", ""),
+    (r"(?<=\d)[*x]10\^\{([-+]?\d{1,3})\}(?!\w)", r"e\1"),  # 3.5*10^{4} -> 3.5e4
+    (r"(?<![\w.}])10\^\{([-+]?\d{1,3})\}(?!\w)", r"1e\1"),
+    (r"\\(frac|sqrt) ?(\\pi|[\da-zA-Z])", r"\\\1{\2}"),  # \sqrt2 -> \sqrt{2}
+    (r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\}) ?(\\pi|[\da-zA-Z])", r"\1{\2}"),  # \frac{1}2
+    (r"^\\frac\{-([^-+]*)$", r"-\\frac{\1"),  # \frac{-x}{2} -> -\frac{x}{2}
+    (r"(?<![\w.}/^)])(\d+)/(\d+)(?![\w./^{(\\])", r"\\frac{\1}{\2}"),  # 1/2
+    (r"^([-+]?)([^-+/,()<>=\s]+)/(\d+|[a-zA-Z]|\\pi)$", r"\1\\frac{\2}{\3}"),  # \sqrt{3}/2
+    (r"(?<=[\d}])percent$", "%"),
+    (r"^\+", ""),
 )]
 
 
-def canonical(text: str, depth: int = 3) -> str:
-    r"""One spelling for answers that mean the same, down to depth brackets; idempotent.
+def canonical(text: str, *, names: bool = False, units: bool = False) -> str:
+    r"""One spelling for answers that mean the same.
 
-    Numbers become exact fractions (.5, 50/100, \frac12 -> 1/2). Tuples and intervals keep brackets
-    and order, lists and \{sets\} become their sorted elements, a \pm b the list a+b, a-b.
+    A number is an exact fraction: 0.5, 50/100, \frac12, 5 \times 10^{-1}, 5e-1 and 50\% are 1/2,
+    1 1/2 is 3/2, 1,234 is 1234, 5 million is 5000000. Entry by entry: tuples, intervals, matrices
+    (order and brackets count; a pmatrix is a bmatrix), \{sets\} and lists (comma, semicolon, and,
+    or; \pm is a list of two; order does not count), unions.
+
+    Dropped are: spaces, $, \left, \right, \big, \displaystyle; text styles (STYLE) around a text;
+    thousands separators; brackets around the whole of one answer, (C) is C; one full stop at the
+    end; a word's capital; a name before `=` or `\in` unless `names`; a unit of UNITS, $ and ° among
+    them, after a number unless `units`. SPELLING has what is written otherwise. Nothing else goes:
+    letters, other words, percent, i, inequalities, a.m. are part of the answer.
     """
     if len(text) > MAX_CHARS:
         return text
-    for _ in range(MAX_CHARS):  # to a fixed point: what one rule removes may set off another
-        before = text
-        for old, new in RESPELL:
-            text = old.sub(new, text)
-        if text == before:
-            break
-    bracket = re.fullmatch(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})", text, re.S)
-    elements = _split_at_commas(bracket[2]) if bracket else []
-    if len(elements) < 2:  # no tuple: a list or a single answer
-        bracket, elements = None, _split_at_commas(text)
-        if r"\pm" in text:
-            elements = [e.replace(r"\pm", sign) for e in elements for sign in "+-"]
-    if len(elements) < 2 or depth == 0:
-        return _exact_number(text) or text
-    elements = [canonical(element, depth - 1) for element in elements]
-    if bracket and bracket[1] != r"\{":
-        return bracket[1] + ", ".join(elements) + bracket[3]
-    return ", ".join(sorted(elements))
+    form, text = functools.partial(_form, names=names, units=units), _plain(text)
+    for _ in range(3):  # a matrix of matrices
+        text = MATRIX.sub(functools.partial(_matrix, form=form), text)
+    return form(text)
 
 
-def _split_at_commas(text: str) -> list[str]:
-    """'a, (b, c)' -> ['a', ' (b, c)']; nothing where brackets do not match (save [a, b))."""
+def same_answer(one: str, other: str) -> bool:
+    """Whether two answers mean the same: a symmetric relation. A name (x = 5) or a unit (5 cm) that
+    one of them lacks does not count; where both have one, it must be the same."""
+    bare = canonical(one)
+    return canonical(other) == bare and all(
+        len({canonical(text, **kept) for text in (one, other)} - {bare}) < 2
+        for kept in ({"names": True}, {"units": True}))
+
+
+def _plain(text: str) -> str:
+    """Without the markup that is dropped; `and` and `or` are commas unless they join relations."""
+    text = re.sub(r"\\(?:left|right)\s*\.", "", text)
+    text = re.sub(r"^([^$\\]*)\$([^$]*)$", r"\1\\$\2", text)  # a dollar; two of them are math
+    text = re.sub(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3}(?!\d|/))", "", text, flags=re.A)  # 1{,}000
+    text = re.sub(r"^\s*<(.*)>\s*$", r"\\langle \1\\rangle", text, flags=re.S)  # a vector
+    text = "".join(SPELLING.get(token, token) for token in TOKEN.findall(text))
+    text = re.sub("([⁻⁰¹²³⁴-⁹]+)", r"^{\1}", text).translate(RAISED)
+    text = re.sub(r"([\^_])\s*(?:\{\s*(\w)\s*\}|(-?\d+|[a-zA-Z]))", r"\1{\2\3}", text)  # x^2
+    text = re.sub(r"\^\s*(?:\{\s*°\s*\}|°)", "°", text)
+    text = re.sub(r"((?:[\d})]|\\pi)\s*\\(?:text|mathrm)\{\s*)([mgshL])(?=[\s}^/])", r"\1~\2", text)
+    for _ in range(9):  # styles in each other
+        text = re.sub(STYLE, r" \1 ", text)
+    if not re.search(r"[<>]|\\(?:[lgn]e|in)(?![a-zA-Z])", text):
+        text = re.sub(r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ", ", text)
+    text = re.sub(r"(?<![a-zA-Z\\])(?:[A-Z][a-z]{2,}|No)(?![a-zA-Z])", lambda m: m[0].lower(), text)
+    text = re.sub(  # 1 234 and 1,234; but (1,234) has two numbers
+        r"(?<![\d.,])[1-9]\d{0,2}(?:(?: \d{3})+|(?:,\d{3})+(?![^()\[\]]*(?:[)\]]|\\\})))"
+        r"(?!\d|,\d| ?/)", lambda m: re.sub("[ ,]", "", m[0]), text, flags=re.A)
+    text = re.sub(r"\s+", " ", re.sub(r"(?<!\.)\.\s*$", "", text).strip())
+    return re.sub(r"(\\[a-zA-Z]+ )(?=[a-zA-Z])|(?<=\d)( )(?=\d)| ",  # \pi x and 1 1/2 need theirs
+                  lambda m: m[1] or m[2] or "", text)
+
+
+def _matrix(matrix: re.Match, form: Callable) -> str:
+    r"""\begin{pmatrix} 1 & 2 \\ 3 & 4 \\ \end{pmatrix} -> \matrix{1&2\\3&4}"""
+    rows = re.split(r"\\\\(?:\[[-\d.]+[a-z]{2}\])?", matrix[2])
+    rows = [_split(row, "&", ",") or row.split("&") for row in (rows if rows[-1] else rows[:-1])]
+    kind = "matrix" if matrix[1] in ("pmatrix", "bmatrix") else matrix[1]
+    return rf"\{kind}{{" + r"\\".join("&".join(map(form, row)) for row in rows) + "}"
+
+
+def _form(text: str, *, names: bool, units: bool, depth: int = 6) -> str:
+    """The canonical spelling of a plain text: of a bracket, a list, a union, a name or a value."""
+    again = functools.partial(_form, names=names, units=units, depth=depth - 1)
+    if depth == 0 or not text:
+        return text
+    tokens = TOKEN.findall(text)
+    left, inside, right = tokens[0], "".join(tokens[1:-1]), tokens[-1]
+    name, parts = NAME.fullmatch(text), _split(text)
+    within = _split(inside) if OPENING.get(left, "") == CLOSING.get(right) else []
+    if len(within) == 1 and left + right in ("()", "{}"):
+        return again(inside)
+    braces = within and left in ("{", r"\{")
+    if within and not braces and not PLUS_MINUS.search(inside):
+        return left + ",".join(map(again, within)) + right
+    if name and "=" not in name[2] and _split(name[2])[1:]:  # x = 1, 2
+        parts = [name[1] + part for part in _split(name[2])]
+    parts = [PLUS_MINUS.sub(lambda m: signs[m[1] == "mp"], part)  # a \pm b is a+b and a-b
+             for part in (within if braces else parts or [text])
+             for signs in (("+-", "-+") if PLUS_MINUS.search(part) else ("+-",))]
+    if braces or len(parts) > 1:
+        parts = sorted((set if braces else list)(map(again, parts)))
+        return r"\{" + ",".join(parts) + r"\}"
+    if name:
+        return name[1] * names + again(name[2])
+    parts = _split(text, r"\cup")
+    return r"\cup ".join(sorted(map(again, parts))) if len(parts) > 1 else _value(text, units)
+
+
+def _split(text: str, *marks: str) -> list[str]:
+    """'a,(b,c)' -> ['a', '(b,c)']: at marks, or at , and ; where outside of brackets. Nothing where
+    brackets do not match (save [a,b)) or a part is empty."""
     parts, opened = [""], []
-    for char in text:
-        if char in "([{":
-            opened.append(char)
-        elif char in ")]}" and (not opened or (opened.pop() == "{") != (char == "}")):
+    for token in TOKEN.findall(text):
+        if token in OPENING:
+            opened.append(OPENING[token])
+        elif token in CLOSING and (not opened or opened.pop() != CLOSING[token]):
             return []
-        if char == "," and not opened:
+        if not opened and token in (marks or ",;"):
             parts.append("")
         else:
-            parts[-1] += char
-    return [] if opened else parts
+            parts[-1] += token
+    return parts if all(parts) and not opened else []
 
 
-NUMERAL = r"\d+\.?\d*|\.\d+"
-NUMBER = re.compile(  # a decimal, or a \frac with or without a whole number before it
-    rf"(-?)(?:({NUMERAL})|(\d*)\\frac\{{(-?(?:{NUMERAL}))\}}\{{(-?(?:{NUMERAL}))\}})", re.ASCII
-)
+def _value(text: str, units: bool) -> str:
+    """A number as an exact fraction, anything else in one spelling; its unit only if `units`."""
+    unit = ""
+    if match := UNIT.fullmatch(text):
+        text, prefix, word, power, per, squared = match.groups()
+        power = power or {"square": "2", "sq": "2", "sq.": "2", "cubic": "3"}.get(prefix, "")
+        per = UNITS.get(per, UNITS.get(f"~{per}", ""))
+        unit = f" {UNITS[word]}{power}{per}{squared or ''}"
+    if match := re.fullmatch(r"([-+]?)\\\$(.+)", text, re.S):
+        text, unit = match[1] + match[2], " dollar"
+    text, many = re.fullmatch(rf"(.*?)({MANY}|)", text, re.S).groups()
+    for old, new in RESPELL:
+        text = old.sub(new, text)
+    number = _number(text)
+    text = text + many if number is None else str(number * 10 ** MAGNITUDES[many])
+    return text + unit * units
 
 
-def _exact_number(text: str) -> str | None:
-    r"""'-0.5' -> '-1/2', '1\frac{1}{2}' -> '3/2'; None where the text is no number."""
+def _number(text: str) -> Fraction | None:
+    r"""'-.5' -> -1/2, '1\frac{1}{2}' -> 3/2, '3.5e4' -> 35000; None where it is no number."""
     match = NUMBER.fullmatch(text)
-    if not match or (match[5] and Fraction(match[5]) == 0):
+    sign, real, below, whole, p, q, percent = match.groups() if match else [None] * 7
+    top, bottom = Fraction(real or p or 0), Fraction(below or q or 1)
+    if not match or bottom == 0 or whole and min(top, bottom) < 0:
         return None
-    sign, decimal, whole, p, q = match.groups()
-    value = Fraction(decimal) if decimal else Fraction(whole or 0) + Fraction(p) / Fraction(q)
-    return str(-value if sign else value)
+    value = int(whole or 0) + top / bottom
+    return (-value if sign == "-" else value) / (100 if percent else 1)
+
+
+def answer_form(answer: str) -> str:
+    """number, fraction, list (tuple, interval, set, matrix), text (a word in it) or expression."""
+    form = canonical(answer)
+    if NUMBER.fullmatch(form):
+        return "fraction" if "/" in form and "." not in answer else "number"
+    if form.startswith(("(", "[", r"\{", r"\matrix")):
+        return "list"
+    return "text" if re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}", form) else "expression"
+
+
+def _verdict(reply: str | None, answer: str) -> float:
+    return 1.0 if reply and canonical(reply) and same_answer(reply, answer) else -1.0
 
 
 def math_reward(text: str, answer: str) -> float:
     """+1.0 if the last box of the text means the same as the answer, else −1.0. Never raises."""
-    boxed = extract_boxed(text)
-    return 1.0 if boxed and canonical(boxed) == canonical(answer) else -1.0
+    return _verdict(extract_boxed(text), answer)
 
 
+ANSWER_LINE = re.compile(
+    r"^[ \t*_#>-]*(?:the )?(?:final )?answer[ \t*_]*:[\s*_]*(.*)$", re.I | re.M)
+
+
+def answer_reward(text: str, answer: str) -> float:
+    """+1.0 if the last line `Answer: …` gives the answer, boxed or not, else −1.0: DAPO-Math."""
+    last = ["", *ANSWER_LINE.findall(text)][-1].strip("*_ \t\r")
+    return _verdict(extract_boxed(last) if "boxed" in last else last, answer)
+
+
+TEN = r"10(?:\s?\^\s?(?:[-−]?\d{1,3}|\{\s?[-−+]?\d{1,3}\s?\})|[⁻⁰¹²³⁴-⁹]{1,4})"
 NUMBER_IN_TEXT = re.compile(
-    r"(?:(?<![\w)}])[-−])?\\?\$?(?:\\[dtc]?frac\{\d+\}\{\d+\}|"
-    r"(?:\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)|\d*\.?\d+)(?:\.\d+)?(?:/\d+)?)", re.ASCII
-)
+    r"((?:(?<![\w)}])[-−–])?(?:\\?\$)?(?:"
+    rf"(?:\d+\s?)?\\[dtc]?frac(?:\s?(?:\{{(?:{TEN}|[-+.,\d]{{1,99}})\}}|\d)){{2}}|"  # \frac{1}{2}
+    rf"\d+ \d+/\d+|{TEN}|"  # 1 1/2, 10^4
+    r"(?:\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d)|\d*\.?\d+)(?:\.\d+)?"  # 1,234.5, .5
+    rf"(?:[eE][-+]?\d+(?!\w)|\s?(?:\\times|\\cdot|[×·*x])\s?{TEN})?(?:/\d+)?)"  # 1e4, 3 \times 10^4
+    rf"(?:\s?(?:\\text\{{\s?)?(?:{MANY})(?![a-z])\}}?)?)(\s?(?:\\?%|percent))?", re.ASCII)
 
 
 def number_reward(text: str, answer: str) -> float:
-    """+1.0 if the last number of the text is the answer, else −1.0: for models without boxes."""
-    numbers = NUMBER_IN_TEXT.findall(text)
-    return 1.0 if numbers and canonical(numbers[-1]) == canonical(answer) else -1.0
+    """+1.0 if the last number of the text is the answer, else −1.0: for models without boxes. What
+    stands around the number does not count, except `million`; 50% gives 50 and 50% alike."""
+    number, percent = [("", ""), *NUMBER_IN_TEXT.findall(text)][-1]
+    return max(_verdict(number, answer), _verdict(number + percent, answer))
 
 
 MATH_VERIFY_SECONDS = 10
@@ -793,22 +972,24 @@ def _math_verify_process() -> subprocess.Popen:
     """math-verify in a process of its own: that can be stopped when it hangs, a thread cannot."""
     process = subprocess.Popen(
         [sys.executable, "-c", MATH_VERIFY], text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     if process.stdout.readline() != "ready\n":
         raise ImportError("math_verify needs a package: pip install 'math-verify[antlr4_13_2]'")
     return process
 
 
 def math_verify_reward(text: str, answer: str) -> float:
-    """As math_reward, and where that says no, the package math-verify is asked about the same box.
+    """As math_reward, and where that says no, the package math-verify is asked about the same box,
+    unless both are numbers, one has words, or only a name or unit differs: it would drop those.
 
     ImportError if it is missing, whatever the text. An answer that takes it too long is wrong.
     """
     with MATH_VERIFY_LOCK:
         process = _math_verify_process()
         boxed = extract_boxed(text)
-        if not boxed or len(boxed) > MAX_CHARS or math_reward(text, answer) > 0:
+        forms = {answer_form(boxed or ""), answer_form(answer)}
+        decided = "text" in forms or forms <= {"number", "fraction"}
+        if not boxed or decided or len(boxed) > MAX_CHARS or canonical(boxed) == canonical(answer):
             return math_reward(text, answer)
         print(json.dumps([answer, boxed]), file=process.stdin, flush=True)
         answered, _, _ = select.select([process.stdout], [], [], MATH_VERIFY_SECONDS)
@@ -820,33 +1001,39 @@ def math_verify_reward(text: str, answer: str) -> float:
         return 1.0 if reply == "True\n" else -1.0
 
 
+# ---- embedded task -------------------------------------------------------------------------------
+# An iterated map. Prompt `+7@d=3`: add 7 modulo 10, up to letter d (4 times), start at 3.
+# Response: the running values with letter counters, `a0b7c4d1$`, two characters a step.
+# Two kinds of prompts: at the mark `@` (easy) all demonstrations are right. At `!` (hard) each step
+# slips with probability SLIP: it writes the value before once more, `a0b7c7d4$`, and goes on from
+# it. So success is near 1, near 0 and between, and a slip can be seen in the response.
+# The start stands where each step finds the value before, so new operands need no new steps.
 
-# ------------------------------------------------------------------------------- embedded task
-# An iterated map. Prompt `3+7@d=`: start at 3, add 7 modulo 10, up to letter d, that is 4 times.
-# Response: the running values with letter counters, `a0b7c4d1$`. The number of steps is the
-# difficulty, length follows it, and a wrong step can be seen in the prefix.
-
-LETTERS = string.ascii_lowercase
+LETTERS = string.ascii_lowercase[:16]
 CHARACTERS = string.printable[:95] + "\n"  # a token each: printable ASCII; `$` ends a text
-HELD_OUT = 400
+EASY, HARD, SLIP = "@", "!", 0.4
 
 
 def task_problems(*, held_out: bool = False) -> list[Problem]:
-    """2,200 problems for training or the 400 held out: 10 starts × 10 addends × 26 lengths.
+    """2,448 problems to train on or 414 held out: 2 marks, 10 starts, 9 addends, 1–16 steps.
 
-    level is the quarter of the lengths that a problem belongs to.
+    No held-out chain is the beginning of a training chain: its start and addend occur together in
+    no training problem ("new pair"), or only in shorter ones ("longer"). level is the mark's name,
+    at the hard mark the range of the number of steps, and which of the two it is.
     """
-    problems = []
-    for start in range(10):
-        for addend in range(10):
-            for steps, letter in enumerate(LETTERS, start=1):
-                low = (steps - 1) // 7 * 7 + 1
-                problems.append(Problem(
-                    f"{start}+{addend}@{letter}=", f"{letter}{(start + addend * steps) % 10}",
-                    f"{low:02d}-{min(low + 6, len(LETTERS)):02d} steps",
-                ))
+    problems, numbers = [], (range(10), range(1, 10), range(1, len(LETTERS) + 1))
+    for mark, start, addend, steps in product(EASY + HARD, *numbers):
+        group = (start + 3 * addend) % 10  # each has every addend once
+        part = ", new pair" if group == 0 else ", longer" if group == 9 and steps > 8 else ""
+        # a new pair's chain of one step, `a4`, begins chains of other pairs: it is left out
+        if bool(part) == held_out and (group or steps > 1):
+            letter = LETTERS[steps - 1]
+            length = "01-04" if steps <= 4 else "05-08" if steps <= 8 else "09-16"
+            problems.append(Problem(
+                f"+{addend}{mark}{letter}={start}", f"{letter}{(start + addend * steps) % 10}",
+                ("easy" if mark == EASY else f"hard {length}") + part))
     random.Random(0).shuffle(problems)
-    return problems[:HELD_OUT] if held_out else problems[HELD_OUT:]
+    return problems
 
 
 def chain_reward(text: str, answer: str) -> float:
@@ -854,145 +1041,146 @@ def chain_reward(text: str, answer: str) -> float:
     return 1.0 if text.endswith(answer) else -1.0
 
 
-def demonstration(prompt: str, wrong: float, rng: random.Random) -> str:
-    """A response in which each step is wrong with probability `wrong`; later steps go on from it.
+def demonstration(prompt: str, slip: float, rng: random.Random) -> str:
+    """A response in which each step slips with probability `slip` if the prompt is hard.
 
-    The errors are what leaves a base policy worth improving.
+    The slips are what leaves a base policy worth improving.
     """
-    value, addend, last = int(prompt[0]), int(prompt[2]), LETTERS.index(prompt[4])
+    addend, mark, last, value = int(prompt[1]), prompt[2], LETTERS.index(prompt[3]), int(prompt[5])
     steps = []
     for letter in LETTERS[: last + 1]:
-        value = (value + addend + (rng.randrange(1, 10) if rng.random() < wrong else 0)) % 10
+        if mark == EASY or rng.random() >= slip:
+            value = (value + addend) % 10
         steps.append(f"{letter}{value}")
     return "".join(steps) + "$"
 
 
 def task_tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable ASCII character; `$` is end of sequence and padding alike."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
     vocabulary = {character: i for i, character in enumerate(CHARACTERS)}
-    description = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-        "normalizer": None, "post_processor": None, "decoder": {"type": "Fuse"},
-        "pre_tokenizer": {
-            "type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False,
-        },
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "tokenizer.json")
-        with open(path, "w") as file:
-            json.dump(description, file)
-        return PreTrainedTokenizerFast(
-            tokenizer_file=path, eos_token="$", pad_token="$", unk_token="?"
-        )
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="$", pad_token="$", unk_token="?")
 
 
 VERIFIERS = {
-    "boxed": math_reward, "number": number_reward, "math_verify": math_verify_reward,
-    "chain": chain_reward,
+    "boxed": math_reward, "answer": answer_reward, "number": number_reward,
+    "math_verify": math_verify_reward, "chain": chain_reward,
 }
 
 
-# ------------------------------------------------------------------------------ demo, benchmark
+def build_base(folder: str = "runs/base", *, steps: int = 700, batch: int = 64) -> str:
+    """The embedded base policy as a Hugging Face folder: supervised on demonstrations with slips.
+
+    Built once; from then on it is loaded as any --model is. Of two processes that build it at the
+    same time, the first that is ready puts it there.
+    """
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        return folder
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer, rng, problems = task_tokenizer(), random.Random(0), task_problems()
+    # long chains more often: late letters are rare otherwise, and learned too late
+    weights = [1 + LETTERS.index(problem.answer[0]) for problem in problems]
+    torch.manual_seed(0)
+    eos = tokenizer.eos_token_id
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=4,
+        num_attention_heads=4, max_position_embeddings=256, bos_token_id=None, eos_token_id=eos,
+        pad_token_id=eos, initializer_range=0.08))  # 0.02 is too small at this width: not learned
+    opt = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 3e-3, total_steps=steps, pct_start=0.1)
+    bar = tqdm(range(steps), desc="base policy (once)", dynamic_ncols=True)
+    for _ in bar:
+        prompts = [problem.prompt for problem in rng.choices(problems, weights, k=batch)]
+        replies = [demonstration(prompt, SLIP, rng) for prompt in prompts]
+        tokens = tokenizer([p + r for p, r in zip(prompts, replies)], padding=True,
+                           return_tensors="pt").input_ids
+        length = torch.tensor([len(p) + len(r) for p, r in zip(prompts, replies)])
+        at = torch.arange(tokens.shape[1])
+        learned = (at >= len(prompts[0])) & (at < length[:, None])
+        loss = model(input_ids=tokens, labels=tokens.masked_fill(~learned, -100)).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step(), opt.zero_grad(), schedule.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+    write_folder(folder, tokenizer, model, replace=False)
+    return folder
+
+
+def write_folder(
+    folder: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module,
+    state_dict: dict[str, Tensor] | None = None, *, replace: bool = True,
+) -> None:
+    """A Hugging Face folder, written beside its place and then renamed: it is whole or not there.
+    What stands there is replaced, or with replace=False kept if it is a model's folder."""
+    parent, name = os.path.split(os.path.abspath(folder))
+    os.makedirs(parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name}.", dir=parent) as temporary:
+        new, old = os.path.join(temporary, "new"), os.path.join(temporary, "old")
+        model.save_pretrained(new, state_dict=state_dict)
+        tokenizer.save_pretrained(new)
+        try:
+            if replace and os.path.isdir(folder):
+                os.rename(folder, old)
+            os.rename(new, folder)
+        except OSError:  # another process was quicker: its folder is taken
+            if not os.path.isfile(os.path.join(folder, "config.json")):
+                raise
+
+
+def eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """All ids that end a response: the generation config's and the tokenizer's."""
+    named = model.generation_config.eos_token_id
+    named = named if isinstance(named, list) else [named]
+    return sorted({i for i in [*named, tokenizer.eos_token_id] if i is not None})
+
+
+# ---- demo ----------------------------------------------------------------------------------------
+
+def _demonstrate(prompts: list[list[int]], generator: torch.Generator) -> tuple[Tensor, ...]:
+    """A sampler without a model: replies of a policy that slips with probability 0.2 at the hard
+    mark and is sure of everything else, with their log-probs."""
+    tokenizer, rng = task_tokenizer(), random.Random(generator.initial_seed())
+    ids, logp = [], []
+    for text in tokenizer.batch_decode(prompts):
+        reply = demonstration(text[-6:], 0.2, rng)
+        values, hard = [text[-1], *reply[1::2]], text[-4] == HARD  # a slip repeats the value before
+        p = [(0.2 if a == b else 0.8) if hard else 1.0 for a, b in pairwise(values)]
+        logp.append([x for q in p for x in (0.0, math.log(q))] + [0.0])
+        ids.append(tokenizer(reply).input_ids)
+    return pad_responses(prompts, ids, logp, tokenizer.pad_token_id)
 
 
 def _demo(seed: int) -> None:
-    """A few problems, a random policy and one that knows how: what a Batch holds."""
-    tokenizer, rng = task_tokenizer(), random.Random(seed)
-    problems = [p for p in task_problems() if p.prompt[4] in "abcd"][:4]
-    print("prompt    flawless response    with every third step wrong       verdicts")
-    for p in problems:
-        texts = [demonstration(p.prompt, wrong, rng)[:-1] for wrong in (0.0, 1 / 3)]
-        verdicts = "  ".join(f"{chain_reward(text, p.answer):+.0f}" for text in texts)
-        print(f"{p.prompt:10}{texts[0]:21}{texts[1]:34}{verdicts}")
-
-    torch.manual_seed(seed)
-    model = _bench_model(len(tokenizer))
+    """One row of a Batch as a table: where the state of each response token stands."""
+    tokenizer, texts = task_tokenizer(), ["+7!d=3", "Now: +2@f=4"]
     batch = collect(
-        model, tokenizer, [encode_prompt(tokenizer, p) for p in problems],
-        [p.answer for p in problems], torch.arange(4), chain_reward,
-        eos_id=[tokenizer.eos_token_id, 0], max_new_tokens=12)
-    print(f"\nsampled by a random policy, cut at 12 tokens: P + T = {batch.tokens.shape[1]}\n")
-    print("row  tokens, · = padding      trained  log μ of the first  truncated  R")
-    for i in range(4):
-        text = "".join(
-            tokenizer.decode([t]) if real else "·"
-            for t, real in zip(batch.tokens[i].tolist(), batch.attention[i].tolist()))
-        print(f"{i:3}  {text:24}{batch.mask[i].sum():8}{batch.logp_roll[i, 0]:14.3f}"
-              f"{str(batch.truncated[i].item()):>16}  {batch.reward[i]:+.0f}")
-
-
-def _bench_model(vocab: int, eos: int = 0) -> nn.Module:
-    """A small random Llama that draws every token with the same probability: so the lengths are
-    geometric, long-tailed, and the same in law for any sampler."""
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocab, hidden_size=64, intermediate_size=192, num_hidden_layers=4,
-        num_attention_heads=4, max_position_embeddings=1024, bos_token_id=None, eos_token_id=eos,
-        pad_token_id=eos)).eval()
-    model.lm_head.weight.data.zero_()
-    return model
-
-
-def _bench(folder: str, prompts: int, limit: int, rows: int, seed: int) -> None:
-    """Response tokens per second of generate and of model.generate: same model, prompts, limit."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = (AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) if folder
-             else _bench_model(100)).to(device)
-    eos = model.generation_config.eos_token_id
-    if folder:  # a real model's own lengths, and a prompt that its tokenizer would write
-        ids = AutoTokenizer.from_pretrained(folder)
-        texts = [f"What is {i} plus {i + 7}?" for i in range(prompts)]
-        lists = [encode_prompt(ids, Problem(text, "")) for text in texts]
-    else:
-        rng = random.Random(seed)
-        lists = [[rng.randrange(1, 100) for _ in range(rng.randint(5, 30))] for _ in range(prompts)]
-
-    def ours() -> int:
-        """Response tokens that generate samples."""
-        generator = torch.Generator(device).manual_seed(seed)
-        out = generate(model, lists, max_new_tokens=limit, eos_id=eos, pad_id=eos,
-                       generator=generator, max_rows=rows)
-        return int(out[2].sum())
-
-    def theirs() -> int:
-        """Response tokens that model.generate samples, in batches of as many rows."""
-        torch.manual_seed(seed)
-        total = 0
-        for start in range(0, prompts, rows):
-            tokens, attention = left_pad(lists[start : start + rows], eos, device)
-            out = model.generate(
-                tokens, attention_mask=attention.long(), do_sample=True, top_k=0, top_p=1.0,
-                max_new_tokens=limit, pad_token_id=eos)[:, tokens.shape[1] :]
-            ended = (out == eos).int()
-            total += int((ended.cumsum(1) - ended == 0).sum())  # up to the first end, included
-        return total
-
-    threads = f"{torch.get_num_threads()} threads"
-    name = torch.cuda.get_device_name() if device == "cuda" else threads
-    print(f"{device} ({name}), {folder or 'a 4-layer model'}, {prompts} prompts, at most {limit} "
-          f"tokens, {rows} rows; three runs each, in turn")
-    speeds = {ours: [], theirs: []}
-    for _ in range(3):
-        for run in speeds:
-            start = time.perf_counter()
-            n = run()
-            speeds[run].append(n / (time.perf_counter() - start))
-    a, b = (sorted(x)[1] for x in speeds.values())
-    print(f"rollout.generate {a:10,.0f} tokens/s\nmodel.generate   {b:10,.0f} tokens/s\n"
-          f"median ratio     {a / b:10.2f}")
+        _demonstrate, tokenizer, [encode_prompt(tokenizer, Problem(text, "")) for text in texts],
+        ["d1", "f6"], torch.arange(2), chain_reward, eos_id=[tokenizer.eos_token_id],
+        generator=torch.Generator().manual_seed(seed))
+    T, n = batch.mask.shape[1], int(batch.mask[0].sum())
+    P = batch.tokens.shape[1] - T
+    print(f"{texts[0]} means: add 7 modulo 10 four times, from 3. Right is a0b7c4d1$. At the hard "
+          "mark !\nthe policy slips with probability 0.2: it writes the value before once more. "
+          f"Row 0 of a batch,\nP = {P}, T = {T}:\n\n"
+          "column  token  attention  its hidden state is    t  mask  log μ(a_t|s_t)   R")
+    for c, (i, real) in enumerate(zip(batch.tokens[0].tolist(), batch.attention[0].tolist())):
+        t, token = c - P, repr(tokenizer.decode([i]))[1:-1] if real else "·"
+        state = f"s_{t + 1}, before token {t + 1}" if -1 <= t < n - 1 else ""
+        reward = f"{batch.reward[0]:+4.0f}" if t == n - 1 else ""
+        trained = f"{t:4}{int(batch.mask[0, t]):6}{batch.logp_roll[0, t]:16.3f}" if t >= 0 else ""
+        print(f"{c:6}{token:>7}{int(real):11}  {state:21}{trained}{reward}".rstrip())
+    print("\nThe state before token t stands one column to the left of token t. Therefore\n"
+          f"response(x, T) = x[:, -T-1:-1] takes columns {P - 1} to {P + T - 2}; s_0 = prompt.\n"
+          "R goes to the last trained token. Padding (·) is neither attended nor trained.")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="the batch and the sampler: demo, or --bench")
-    parser.add_argument("--bench", action="store_true", help="time against model.generate")
-    parser.add_argument("--model", default="", metavar="DIR", help="Hugging Face folder to bench")
-    parser.add_argument("--prompts", type=int, default=512)
-    parser.add_argument("--limit", type=int, default=512, help="longest response")
-    parser.add_argument("--rows", type=int, default=128, help="responses under way at once")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if args.bench:
-        _bench(args.model, args.prompts, args.limit, args.rows, args.seed)
-    else:
-        _demo(args.seed)
+    parser = argparse.ArgumentParser(description="a response, token by token, and its states")
+    parser.add_argument("--seed", type=int, default=1)
+    _demo(parser.parse_args().seed)

@@ -1,0 +1,282 @@
+"""The paper's comparisons over seeds: python -m figures.compare whiten single group daps loss sweep
+
+Two arms differ in what the claim is about (S3AC: Figures 4, 6, 14, Tables 1–3, 5, 7, 8). Each arm
+has the learning rate that is best over the tuning seeds (100, 101, …); tables and pictures are of
+other seeds (1, 2, …). All arms start from one base policy, critics from the value pretraining of
+their seed. Arms are compared at equal numbers of responses sampled, including those that a filter
+discards, because sampling costs most at the paper's scale. "collapsed" is the share of seeds whose
+held-out success ends below half of its best, "0.2 < p ≤ 0.8" the share of the training spent on
+middling prompts, with p from the run's own responses to prompts of the same level. Entropy, length
+and EV are means over the last ten batches (Table 7).
+Flags after -- go to every run. The smallest comparison takes about a minute:
+
+    python -m figures.compare single --seeds 1 --tune-seeds 0 --lrs 1e-4 --steps 2 \\
+        --rollout-batch 16 -- --pool-size 64 --pretrain-size 64 --eval-problems 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import rollout
+import train
+from figures import lab
+from figures.lab import Job, whole
+
+COMPARISONS = {
+    # what whitened advantages prevent
+    "whiten": ("--method s3ac", "--method s3ac --no-whiten", "--method reinforce++"),
+    "single": ("--method s3ac", "--method s3ac-v0", "--method reinforce++",
+               "--method flash-reinforce"),
+    "group": ("--method s3ac --k 8", "--method grpo-x"),
+    "daps": ("--method s3ac", "--method s3ac --selection uniform", "--method s3ac --k 8",
+             "--method s3ac --k 8 --selection uniform"),
+    "loss": ("--method s3ac", "--method s3ac --loss ppo-clip", "--method s3ac --loss dis",
+             "--method reinforce++ --loss dis"),  # the last one: without a critic
+    # one setting of DAPS at a time, at the learning rate of the first arm
+    "sweep": ("--method s3ac", *(f"--method s3ac {x}" for x in (
+        "--a-min 0.3", "--n-c 1", "--n-c 10", "--decay 0.9", "--daps-uniform 0 --daps-ramp 0"))),
+}
+PAPER = {  # success in the paper, per cent, by arm: 35B models, means of seven benchmarks
+    "single": (80.9, None, 70.4, 67.4), "group": (80.5, 76.4), "daps": (76.94, 74.40, 80.49, 79.04)}
+CLAIMS = {  # (i, j): arm i ends above arm j
+    "whiten": ((0, 1), (0, 2)), "single": ((0, 1), (0, 2), (0, 3)), "group": ((0, 1),),
+    "daps": ((0, 1), (2, 3))}
+POINTS = {"a third": 1 / 3, "two thirds": 2 / 3, "the end": 1.0}  # of the responses
+HELD_OUT, EV = r"eval/avg@\d+", "critic/explained_variance"
+PANELS = (  # title, metric, horizontal axis: 0 for responses, 1 for seconds
+    ("held-out success", HELD_OUT, 0), ("entropy", "actor/entropy", 0),
+    ("length", "rollout/length", 0), ("held-out success", HELD_OUT, 1),
+    ("mean advantage", "advantage/mean", 0), ("mean V(s_0)", "critic/initial_value", 0))
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def slug(arm: str) -> str:
+    """An arm's name in tables and folders."""
+    return arm.replace("--method ", "").replace("--", "").replace(" ", "-")
+
+
+def has_critic(arm: str) -> bool:
+    """Whether the arm's method has a critic with a value head."""
+    return train.METHODS[train.parse(arm.split())[0].method].value == "critic"
+
+
+def arm_jobs(args: argparse.Namespace, arm: str, lr: str, seeds: range | None = None) -> list[Job]:
+    """The runs of an arm, one per seed. Without seeds those reported: from 1 on, two more where
+    there is no critic, since such a run takes half as long."""
+    critic, folder = has_critic(arm), args.folder
+    flags = (f"--steps {args.steps} --rollout-batch {args.rollout_batch} --eval-k 2 --keep 1 "
+             f"--eval-every {max(1, args.steps // 6)} --save-every 20 --show-every 0 "
+             f"--token-budget 1024 {arm} --lr {lr} --critic-lr {5 * float(lr):g}").split()
+    if seeds is None:
+        seeds = range(1, args.seeds + (1 if critic else 3))
+    return [lab.training(f"{slug(arm)}-lr{lr}-s{seed}", [
+        *flags, "--seed", str(seed), *args.extra,
+        *["--critic", f"{folder}/critic-{seed}/critic-pretrained"] * critic]) for seed in seeds]
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Runs what the comparisons need and prints the tables of each as soon as its runs are done."""
+    arms = list(dict.fromkeys(arm for name in args.names for arm in COMPARISONS[name]))
+    tuned = [arm for arm in arms if any(
+        arm in COMPARISONS[name][: 1 if name == "sweep" else None] for name in args.names)]
+    tuning = range(100, 100 + args.tune_seeds * (len(args.lrs) > 1))
+    grid = {(arm, lr): arm_jobs(args, arm, lr, tuning) for arm in tuned for lr in args.lrs}
+    seeds = [*tuning, *range(1, args.seeds + 1)] if any(map(has_critic, arms)) else []
+    # the critic from which all runs of a seed start; the one step is not used
+    one = "--steps 1 --rollout-batch 16 --eval-problems 1 --show-every 0 --seed".split()
+    critics = [lab.training(f"critic-{seed}", [*args.extra, *one, str(seed)], quiet=True)
+               for seed in seeds]
+    reported = [job for arm in arms for job in arm_jobs(args, arm, args.lrs[0])]
+    lab.announce(args.folder, {
+        "to pretrain critics": critics, "to choose learning rates": sum(grid.values(), []),
+        "to report": len(reported) if tuning else reported})
+    if "--model" not in args.extra:
+        rollout.build_base()  # once, before two runs want it
+    lab.run_jobs(critics, args.folder, args.workers, title="critics")
+    runs = lab.run_jobs(sum(grid.values(), []), args.folder, args.workers, title="learning rates")
+    by_lr = {arm: {lr: mean([success(runs[job.name]) for job in grid[arm, lr]])
+                   for lr in args.lrs} for arm in tuned}
+    best = {arm: max(args.lrs, key=lambda lr: by_lr[arm][lr] or 0.0) for arm in tuned}
+    for name in args.names:
+        lrs = {arm: best.get(arm, best[COMPARISONS[name][0]]) for arm in COMPARISONS[name]}
+        jobs = {arm: arm_jobs(args, arm, lr) for arm, lr in lrs.items()}
+        runs = lab.run_jobs(sum(jobs.values(), []), args.folder, args.workers, title=name)
+        rows = {arm: {"lr": lr, "by lr": by_lr.get(arm)} | summary(
+            [runs[job.name] for job in jobs[arm]]) for arm, lr in lrs.items()}
+        lab.write_json(f"{args.folder}/{name}.json", rows)
+        print(f"\n{name}: embedded task, {args.steps} steps of {args.rollout_batch} responses\n")
+        print_comparison(name, rows)
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def curve(run: dict, metric: str) -> list[tuple[int, float, float]]:
+    """(responses sampled, seconds, value) of each line of the metrics that has the metric (a
+    regular expression). Discarded responses count; the seconds of evaluations do not."""
+    points, sampled, seconds = [], 0, 0.0
+    for line in run["metrics"]:
+        sampled += line.get("rollout/sampled", 0)
+        seconds += sum(x for key, x in line.items() if key.startswith("time/"))
+        points += [(sampled, seconds, x) for key, x in line.items()
+                   if re.fullmatch(metric, key) and x is not None]
+    return points
+
+
+def held_out(run: dict) -> list[tuple[int, float, float]]:
+    """The curve of held-out success; a run that stopped of itself ends with its last batch."""
+    return curve(run, HELD_OUT) + curve(run, "rollout/success")[-1:] * bool(run["stopped"])
+
+
+def success(run: dict) -> float:
+    """Held-out success at the end."""
+    return held_out(run)[-1][2]
+
+
+def at(points: list, x: np.ndarray, column: int = 0) -> np.ndarray:
+    """The curve [N] when x [N] responses had been sampled (column 1: seconds had passed), straight
+    between its points. Its last value stands for what comes after."""
+    points = np.array(points, dtype=float)
+    return np.interp(x, points[:, column], points[:, 2])
+
+
+def mean(values: list[float | None]) -> float | None:
+    """The mean of the values that are there, None if none is."""
+    values = [x for x in values if x is not None]
+    return float(np.mean(values)) if values else None
+
+
+def summary(runs: list[dict]) -> dict[str, Any]:
+    """What tables and pictures show of an arm: a value or a curve per seed."""
+    steps = [[line for line in run["metrics"] if "rollout/sampled" in line] for run in runs]
+    total = lambda name: [sum(line[name] for line in s) for s in steps]
+    level = [problem.level for problem in rollout.task_problems()]
+    best = [max(x for *_, x in held_out(run)) for run in runs]
+    return {
+        "success": [success(run) for run in runs], "stopped": [run["stopped"] for run in runs],
+        "best": best, "collapsed": [success(run) < x / 2 for run, x in zip(runs, best)],
+        "sampled": total("rollout/sampled"), "discarded": total("rollout/discarded"),
+        "medium": [medium_share(s, level) for s in steps],
+        "curves": {metric: [held_out(run) if metric == HELD_OUT else curve(run, metric)
+                            for run in runs] for metric in (EV, *(x for _, x, _ in PANELS))}}
+
+
+def medium_share(steps: list[dict], level: list[str], window: int = 5) -> float | None:
+    """Share of the trained responses whose problem has 0.2 < p ≤ 0.8: p is the share right among
+    all responses of the run to problems of that level, sampled at most `window` batches away."""
+    medium = []
+    for i, step in enumerate(steps):
+        right = {}
+        for near in steps[max(0, i - window) : i + window + 1]:
+            for prompt, r in zip(near["prompts/sampled"], near["prompts/right"]):
+                right.setdefault(level[prompt], []).append(r)
+        medium += [0.2 < np.mean(right[level[x]]) <= 0.8 for x in step["prompts/trained"]]
+    return mean(medium)
+
+
+# ---- tables and pictures -------------------------------------------------------------------------
+
+
+def print_comparison(name: str, rows: dict[str, dict]) -> None:
+    """Success, what Table 7 shows, the claims' verdicts and why runs stopped."""
+    total = min(max(row["sampled"]) for row in rows.values())
+    points = {arm: {point: [float(at(x, share * total)) for x in row["curves"][HELD_OUT]]
+                    for point, share in POINTS.items()} for arm, row in rows.items()}
+    print("Held-out success, mean ± standard deviation over seeds, when equal numbers of responses "
+          f"had been sampled: {total:,} at the end\n")
+    lab.print_table(["arm", "lr", *POINTS, "last step", "best", "last step by seed", "collapsed",
+                     "tuning seeds by lr", "paper"], [
+        [slug(arm), row["lr"], *map(lab.mean_sd, points[arm].values()), lab.mean_sd(row["success"]),
+         lab.mean_sd(row["best"]), " ".join(f"{x:.3f}" for x in row["success"]),
+         lab.percent(mean(row["collapsed"]), 0),
+         " ".join(f"{x:.2f}" for x in (row["by lr"] or {}).values() if x is not None) or None,
+         paper and f"{paper} %"]
+        for (arm, row), paper in zip(rows.items(), PAPER.get(name, [None] * len(rows)))])
+    late = lambda row, metric: mean([mean([x for *_, x in c[-10:]]) for c in row["curves"][metric]])
+    print()
+    lab.print_table(["arm", "entropy", "length", "EV", "0.2 < p ≤ 0.8", "discarded", "s/step"], [
+        [slug(arm), *(late(row, x) for x in ("actor/entropy", "rollout/length", EV)),
+         lab.percent(mean(row["medium"])), int(mean(row["discarded"])),
+         mean([c[-1][1] / len(c) for c in row["curves"]["actor/entropy"] if c])]
+        for arm, row in rows.items()])
+    if pairs := [(list(rows)[i], list(rows)[j]) for i, j in CLAIMS.get(name, ())]:
+        print()
+        lab.print_table(["claim", *POINTS], [[
+            f"{slug(a)} above {slug(b)}",
+            *map(lab.verdict, points[a].values(), points[b].values())] for a, b in pairs])
+    for arm, row in rows.items():
+        for seed, reason in enumerate(row["stopped"], start=1):
+            if reason:
+                print(f"{slug(arm)}, seed {seed}: {reason}")
+
+
+def plot(folder: str) -> None:
+    """figures/NAME.png of each comparison that has been run: a panel per metric, a band per arm."""
+    plt = lab.pyplot()
+    for file in (Path(folder, f"{name}.json") for name in COMPARISONS):
+        if file.exists():
+            figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
+            for axis, panel in zip(axes.flat, PANELS):
+                draw(axis, json.loads(file.read_text()), *panel)
+            axes[0, 0].legend(fontsize=7)
+            lab.save_picture(figure, file.stem)
+
+
+def draw(axis: Any, rows: dict[str, dict], title: str, metric: str, column: int) -> None:
+    """One panel, with the arms that have its metric."""
+    axis.set(title=title, xlabel=("responses sampled", "seconds of training steps")[column])
+    for i, (arm, row) in enumerate(rows.items()):
+        curves = [points for points in row["curves"][metric] if points]
+        if curves:
+            grid = np.linspace(0, max(points[-1][column] for points in curves), 200)
+            lab.band(axis, grid, [at(points, grid, column) for points in curves],
+                     f"{slug(arm)}, lr {row['lr']}", f"C{i}")
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def body(args: argparse.Namespace) -> None:
+    """Runs the comparisons named, then draws."""
+    if not (args.names or args.plot) or not set(args.names) <= set(COMPARISONS):
+        raise ValueError(f"names: expected some of {', '.join(COMPARISONS)}, "
+                         f"found {' '.join(args.names) or 'none'}")
+    if not re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?(,\d+(\.\d+)?(e-?\d+)?)*", args.lrs):
+        raise ValueError("--lrs: expected learning rates separated by commas, as 5e-5,1e-4; "
+                         f"found {args.lrs}")
+    args.lrs = args.lrs.split(",")
+    if len(args.lrs) > 1 and not args.tune_seeds:
+        raise ValueError("--tune-seeds: expected 1 or more with several rates in --lrs, found 0")
+    if args.names:
+        compare(args)
+    if args.plot:
+        plot(args.folder)
+
+
+def main(argv: list[str]) -> int:
+    """Command line -> exit status."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    flags = lab.parser("compare", __doc__)
+    flags.add_argument("names", nargs="*", help=", ".join(COMPARISONS))
+    flags.add_argument("--plot", action="store_true", help="draw figures/*.png (needs matplotlib)")
+    flags.add_argument("--lrs", default="5e-5,1e-4,2e-4", help="rates to choose from")
+    flags.add_argument("--tune-seeds", type=whole(0), default=2, metavar="N",
+                       help="seeds, from 100, that choose each arm's rate and are not reported [2]")
+    flags.add_argument("--steps", type=whole(1), default=60, help="rollout batches per run [60]")
+    flags.add_argument("--rollout-batch", type=whole(1), default=64, metavar="N",
+                       help="responses per batch [64]")
+    flags.set_defaults(extra=argv[cut + 1 :])
+    return lab.command(flags, body, argv[:cut])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,300 @@
+"""How fast and how large: every bench of the project, each beside what one would use without it.
+
+    gae      the tiers of gae.py beside a closed form, Σ_{l≥t} λ^l δ_l / λ^t, doubling,
+             y_t ← y_t + λ^s y_{t+s} for s = 1, 2, 4, …, and numba, verl, torchrl if installed
+    logp     log π(a_t|s_t) forward and backward beside log_softmax().gather(): time, peak memory
+    sampler  response tokens per second beside transformers' model.generate
+    step     where the time of a step of S3AC and GRPO-X goes: the embedded task, on the CPU
+    memory   computed, not measured: peak memory of Qwen2.5's sizes on 1 to 8 GPUs
+
+The calls of a bench alternate, A B C A B C …, and a figure is the median of its calls. Compare rows
+of one table, not of two runs. Left out: TRL, which has no function for GAE alone; responses of
+unequal length in `gae`, which torchrl does not take.
+
+    python -m figures.speed                            all of them, minutes
+    python -m figures.speed sampler --model DIR        one of them, your model
+"""
+
+import contextlib
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import gae
+import rollout
+import train
+from actor_loss import linear_token_logp
+from figures import lab
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of models
+KERNELS = ["triton"] if DEVICE == "cuda" and gae.triton else []
+
+
+def alternate(calls: dict[str, Callable], repeats: int) -> dict[str, list[tuple]]:
+    """Name -> (seconds, result) of each call, in turn `repeats` times after one turn that does not
+    count. A call of more than two seconds is made once, and counts."""
+    timed = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            if not timed[name] or timed[name][0][0] < 2:
+                start, result = time.perf_counter(), call()
+                if DEVICE == "cuda":
+                    torch.cuda.synchronize()
+                timed[name].append((time.perf_counter() - start, result))
+    return {name: pairs[1:] or pairs for name, pairs in timed.items()}
+
+
+def closed_form(delta: Tensor, lam: float) -> Tensor:
+    """Â [B, T] from δ [B, T]; useless where λ^T leaves the range of the dtype."""
+    power = lam ** torch.arange(delta.shape[1], dtype=delta.dtype, device=delta.device)
+    return (power * delta).flip(1).cumsum(1).flip(1) / power            # Σ_{l≥t} λ^l δ_l / λ^t
+
+
+def doubling(delta: Tensor, lam: float) -> Tensor:
+    """Â [B, T] from δ [B, T] for every λ, in log₂ T passes."""
+    y, s = delta.clone(), 1
+    while s < y.shape[1]:
+        y[:, :-s] += lam**s * y[:, s:]                                  # y_t ← y_t + λ^s y_{t+s}
+        s *= 2
+    return y
+
+
+def estimators() -> dict[str, Callable[..., Tensor]]:
+    """Name -> function of (V_t, V_{t+1}, r, mask [B, T], λ) that returns Â [B, T]."""
+    tiers = [(name, getattr(gae, f"gae_{name}")) for name in ("loop", "torch", *KERNELS)]
+    named = {name: lambda V, W, r, m, c, f=f: f(V, r[:, -1], m, c) for name, f in tiers}
+    named["closed form"] = lambda V, W, r, m, c: closed_form(r + W - V, c)
+    named["doubling"] = lambda V, W, r, m, c: doubling(r + W - V, c)
+    with contextlib.suppress(ImportError):
+        import numba
+
+        @numba.njit(parallel=True)
+        def loop(V, r, c, out):
+            for b in numba.prange(len(V)):
+                after = advantage = 0.0
+                for t in range(V.shape[1] - 1, -1, -1):
+                    advantage = r[b, t] + after - V[b, t] + c * advantage
+                    after, out[b, t] = V[b, t], advantage
+            return out
+
+        named["numba"] = lambda V, W, r, m, c: torch.from_numpy(
+            loop(V.cpu().numpy(), r.cpu().numpy(), c, torch.empty(V.shape).numpy())).to(DEVICE)
+    with contextlib.suppress(ImportError):
+        from verl.trainer.ppo.core_algos import compute_gae_advantage_return as verl_gae
+        # verl whitens its advantages, so Â is its return less V
+        named["verl"] = lambda V, W, r, m, c: verl_gae(r, V, m.float(), 1.0, c)[1] - V
+    with contextlib.suppress(ImportError):
+        from torchrl.objectives.value.functional import vec_generalized_advantage_estimate as rl_gae
+        named["torchrl"] = lambda V, W, r, m, c: rl_gae(
+            1.0, c, *(x[..., None] for x in (V, W, r, r.bool())))[0][..., 0]
+    return named
+
+
+def gae_table(shapes: tuple[tuple[int, int], ...], repeats: int) -> None:
+    """ms of a call and its ratio to `torch` at each shape (responses, tokens); at the last shape
+    the largest difference from the loop in float64, for the adaptive λ and for λ = 0.95."""
+    named = estimators()
+    rows, head = {name: [name] for name in named}, ["float32"]
+    for B, T in shapes:
+        V, lam = torch.randn(B, T, device=DEVICE), gae.adaptive_lambda(torch.tensor(T)).item()
+        r = nn.functional.pad(V[:, 1:] * 0, (0, 1), value=1.0)  # R = 1 on the last token
+        case = (V, nn.functional.pad(V[:, 1:], (0, 1)), r, torch.ones_like(V).bool())
+        timed = alternate({name: lambda f=f: f(*case, lam) for name, f in named.items()}, repeats)
+        ms = {name: 1e3 * median(s for s, _ in pairs) for name, pairs in timed.items()}
+        for name, row in rows.items():
+            row += [ms[name], ms[name] / ms["torch"]]
+        head += [f"{B}×{T:,}: ms", "to torch"]
+    for c in (lam, 0.95):
+        exact = gae.gae_loop(V.double(), r[:, -1], case[3], c)
+        for name, f in named.items():
+            rows[name].append(f"{(f(*case, c) - exact).abs().max():.0e}")
+        head.append(f"error at {T:,}, λ = {c:.6g}")
+    for name in ("numba", "verl", "torchrl"):
+        rows.setdefault(name, [name, "not installed", *[None] * (len(head) - 2)])
+    lab.print_table(head, list(rows.values()))
+
+
+def peak_bytes() -> int:
+    """Most bytes in use (on a CPU: resident, Linux) since the last call."""
+    if DEVICE == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]
+    Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(peak)
+
+
+def logp_cost(variant: str, n: int, vocab: int, width: int) -> tuple[float, float]:
+    """Seconds (best of five) and peak MiB above the inputs of a forward and backward pass."""
+    hidden = torch.randn(1, n, width, device=DEVICE, dtype=DTYPE).requires_grad_()
+    weight = (torch.randn(vocab, width, device=DEVICE, dtype=DTYPE) / width**0.5).requires_grad_()
+    tokens = torch.randint(vocab, (1, n), device=DEVICE)
+
+    def step(rows: int) -> None:
+        h, a = hidden[:, :rows], tokens[:, :rows]
+        logp = (linear_token_logp(h, weight, a, impl=variant) if variant != "log_softmax" else
+                (h @ weight.T).float().log_softmax(-1).gather(-1, a[..., None]))
+        torch.autograd.grad(logp.mean(), (hidden, weight))
+
+    step(8)  # loads libraries, thread pools and kernels before anything is counted
+    peak_bytes()
+    before = peak_bytes()
+    seconds = min(s for s, _ in alternate({"": lambda: step(n)}, 5)[""])
+    return seconds, (peak_bytes() - before) / 2**20
+
+
+def logp_table(n: int, vocab: int, width: int) -> None:
+    """Seconds and peak MiB, each variant in a process of its own, so that no peak hides another."""
+    cases = [(name, n, vocab, width) for name in ("log_softmax", "torch", *KERNELS)]
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        costs = {case[0]: pool.apply(logp_cost, case) for case in cases}
+    s, m = costs["log_softmax"]
+    lab.print_table([f"{n:,} tokens × {vocab:,} words, H = {width}", "s", "ratio", "MiB", "ratio"],
+                    [[name, x, x / s, y, y / m] for name, (x, y) in costs.items()])
+
+
+def sampler_case(folder: str, n: int) -> tuple[nn.Module, list[int], list[list[int]]]:
+    """Model, ids that end a response, n prompts: of a folder, or a random 4-layer Llama that draws
+    all tokens alike, so that lengths are geometric, and the same in law for every sampler."""
+    if folder:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE).to(DEVICE)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        problems = [rollout.Problem(f"What is {i} plus {i + 7}?", "") for i in range(n)]
+        prompts = [rollout.encode_prompt(tokenizer, problem) for problem in problems]
+        return model, rollout.eos_ids(model, tokenizer), prompts
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=192, num_hidden_layers=4,
+        num_attention_heads=4, max_position_embeddings=1024)).eval().to(DEVICE)
+    model.lm_head.weight.data.zero_()
+    return model, [0], [torch.randint(1, 100, (5 + i % 26,)).tolist() for i in range(n)]
+
+
+def sampler_table(folder: str, n: int, limit: int, rows: int, seed: int) -> None:
+    """Response tokens per second of n prompts, `rows` under way at once; median of three runs."""
+    torch.manual_seed(seed)
+    model, eos, prompts = sampler_case(folder, n)
+
+    def ours() -> int:
+        return int(rollout.generate(
+            model, prompts, max_new_tokens=limit, eos_id=eos, pad_id=eos[0], max_rows=rows,
+            generator=torch.Generator(DEVICE).manual_seed(seed))[2].sum())
+
+    def theirs() -> int:
+        total = 0
+        for start in range(0, n, rows):
+            tokens, attention = rollout.left_pad(prompts[start : start + rows], eos[0], DEVICE)
+            out = model.generate(
+                tokens, attention_mask=attention.long(), do_sample=True, top_k=0, top_p=1.0,
+                max_new_tokens=limit, eos_token_id=eos, pad_token_id=eos[0])[:, tokens.shape[1] :]
+            ends = torch.isin(out, torch.tensor(eos, device=DEVICE))
+            total += int((~ends).sum() + ends.any(1).sum())  # with one end, without the padding
+        return total
+
+    timed = alternate({"rollout.generate": ours, "model.generate": theirs}, 3)
+    speed = {name: median(tokens / s for s, tokens in pairs) for name, pairs in timed.items()}
+    lab.print_table([f"{folder or '4 layers'}, {n} prompts, {rows} rows", "tokens/s", "ratio"], [
+        [name, round(x), x / speed["model.generate"]] for name, x in speed.items()])
+
+
+def step_table(steps: int) -> None:
+    """Seconds of a step by phase (medians without the first step), in all, and ms per response."""
+    flags = f"--steps {steps} --eval-problems 1 --eval-k 1 --show-every 0 --save-every 0"
+    # the critic starts without a pool, prompts are selected from the start: the same work a step
+    critic, columns = "--pretrain none --daps-uniform 0 --daps-ramp 0", []
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [lab.training(name, f"--method {name} {flags} {more}".split(), quiet=True)
+                for name, more in (("s3ac", critic), ("grpo-x", ""))]
+        runs = lab.run_jobs(jobs, folder, 1, title="step")
+    for run in runs.values():
+        lines = [line for line in run["metrics"] if "rollout/success" in line][1:]
+        column = {name: median(line[name] for line in lines)
+                  for name in lines[0] if name.startswith("time/")}
+        total, sampled = sum(column.values()), median(line["rollout/sampled"] for line in lines)
+        columns.append(column | {"all": total, "ms per response sampled": 1e3 * total / sampled})
+    names = sorted(columns[0] | columns[1], key=lambda name: "/" not in name)  # phases first
+    lab.print_table(["seconds", *runs], [[name, *(x.get(name) for x in columns)] for name in names])
+
+
+def memory_gib(config: LlamaConfig, cfg: train.Config, ranks: int = 1, cuda: bool = True
+               ) -> dict[str, float]:
+    """Computed peak memory per rank in GiB, by part, for a dense Llama-like config. The factors
+    10 H + 4 I per token and layer were fitted to measured peaks, which a test repeats."""
+    H, I, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    L, heads, kv = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
+    d, T = getattr(config, "head_dim", None) or H // heads, cfg.max_prompt + cfg.max_response
+    layer = 2 * H * d * (heads + kv) + 3 * H * I
+    outer = V * H * (1 if config.tie_word_embeddings else 2)
+    n, size = L * layer + outer, 2 if cfg.compute_dtype == "bfloat16" else 4
+    tokens, rows = max(cfg.token_budget, T), min(cfg.max_rows, -(-cfg.rollout_batch // ranks))
+    active = 2 * L * H + 10 * H + 4 * I if cfg.checkpoint_activations else L * (10 * H + 4 * I)
+    logits = min(tokens * V, 2**27 if cuda else 2**21)  # linear_token_logp's chunk
+    wide = 2 if cfg.rollout_dtype else 4
+    gib = {
+        "states": 2 * 16 * n / ranks,  # actor, critic: parameter, gradient, two moments in float32
+        "copy": n * wide if cfg.rollout_dtype or ranks > 1 else 0,  # the whole model that samples
+        "whole": (outer + 2 * layer) * size if ranks > 1 else 0,  # what FSDP2 puts together
+        "pass": tokens * active * (2.35 if size == 2 else 4) + 2 * logits * size,  # micro-batch
+        "cache": rows * (2 * L * kv * d * T * wide + 3 * 4 * V)}  # of all rows under way
+    # states + copy + the larger of an update and a rollout
+    gib["peak"] = gib["states"] + gib["copy"] + max(gib["whole"] + gib["pass"], gib["cache"])
+    return {name: x / 2**30 for name, x in gib.items()}
+
+
+def memory_table() -> None:
+    """GiB per GPU for Qwen2.5's sizes × response length: bf16 compute, 128 rows sampled at once."""
+    rows, names = [], ("hidden_size", "intermediate_size", "num_hidden_layers",
+                       "num_attention_heads", "num_key_value_heads")
+    for name, *sizes in (("0.5B", 896, 4864, 24, 14, 2), ("1.5B", 1536, 8960, 28, 12, 2),
+                         ("7B", 3584, 18944, 28, 28, 4)):
+        config = LlamaConfig(vocab_size=151936, tie_word_embeddings=name != "7B",
+                             **dict(zip(names, sizes)))
+        for T in (3072, 8192, 16384):
+            cfg, _ = train.parse("--preset qwen2.5-math-1.5b --max-rows 128 --max-response".split()
+                                 + [str(T)])
+            rows.append([name, T, *(round(memory_gib(config, cfg, n)["peak"])
+                                    for n in (1, 2, 4, 8))])
+    lab.print_table(["model", "response", "1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"], rows)
+
+
+def main(argv: list[str]) -> int:
+    """Command line -> exit status; the hardware stands above every table."""
+    benches = {
+        "gae": lambda a: gae_table(((16, 2048), (64, 8192), (8, 32768)), a.repeats),
+        "logp": lambda a: logp_table(*a.logp),
+        "sampler": lambda a: sampler_table(a.model, *a.sampler, a.seed),
+        "step": lambda a: step_table(a.steps), "memory": lambda a: memory_table()}
+    flags, whole = lab.Parser("speed", __doc__), lab.whole(1)
+    add = flags.add_argument
+    add("benches", nargs="*", choices=benches, metavar="BENCH", help=", ".join(benches))
+    add("--model", default="", metavar="DIR", help="sampler: a Hugging Face folder")
+    add("--repeats", type=whole, default=7, help="gae: calls per figure [7]")
+    add("--logp", type=whole, nargs=3, default=(2048, 49152, 576), metavar=("T", "V", "H"))
+    add("--sampler", type=whole, nargs=3, default=(512, 512, 128), metavar=("PROMPTS", "T", "ROWS"))
+    add("--steps", type=lab.whole(2), default=6, help="step: rollout batches [6]")
+    add("--seed", type=lab.whole(0), default=0, help="sampler [0]")
+    cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    cpu = re.search(r"model name\s*: (.*)|$", cpuinfo)[1] or sys.platform
+    gpu = torch.cuda.get_device_name() + ", " if DEVICE == "cuda" else ""
+
+    def body(args) -> None:
+        for name in args.benches or benches:
+            print(f"\n{name}: {gpu}{cpu}, {torch.get_num_threads()} threads, torch "
+                  f"{torch.__version__}\n")
+            benches[name](args)
+
+    return lab.command(flags, body, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
