@@ -3227,6 +3227,125 @@ def test_train_two_ranks_are_one_process(train_base, monkeypatch, tmp_path, flag
     assert all(torch.equal(x, two[name]) for name, x in named.items())
 
 
+# ---- train.py: at the borders --------------------------------------------------------------------
+
+
+# ---- train.py at its borders: what does not belong together is refused, in a sentence ------------
+
+
+def _train_borders_model(folder, name, pad_token="$", **config):
+    tokenizer, _ = rollout.task_tokenizer(), torch.manual_seed(0)
+    tokenizer.add_special_tokens({"pad_token": pad_token})
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **dict(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, n_embd=32,
+        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=256, n_layer=2,
+        eos_token_id=1, initializer_range=0.2, num_local_experts=4, n_head=4) | config))
+    [x.data.normal_() for key, x in model.named_parameters() if key == "lm_head.bias"]
+    rollout.write_folder(folder, tokenizer, model)
+
+
+@pytest.mark.parametrize("name, refused, config", [
+    ("gemma2", True, dict(final_logit_softcapping=3.0, head_dim=8)), ("phi", True, {}),  # a bias
+    ("granite", True, dict(logits_scaling=4.0)), ("cohere", True, dict(logit_scale=0.2)),
+    ("mixtral", True, dict(router_jitter_noise=0.5)), ("bloom", False, {}),  # ALiBi, case 27
+    ("persimmon", False, {}), ("gpt2", False, dict(attn_pdrop=0.5, resid_pdrop=0.5)),  # case 27
+    ("gemma3_text", False, dict(sliding_window=4, head_dim=8)), ("mixtral", False, {})])
+def test_train_borders_one_policy(tmp_path, monkeypatch, capsys, name, refused, config):
+    """Soft caps, biases, scales and noise show in the figure; other families run, recomputed."""
+    _train_borders_model(f"{tmp_path}/m", name, **config)
+    with pytest.raises(ValueError, match=r"log-probs that differ by at most 0.001,.* found \d") if (
+            refused) else contextlib.nullcontext():
+        _train_run(None, monkeypatch, f"--model {tmp_path}/m --method spo --checkpoint-activations")
+    most = max(map(float, re.findall(r"\d\.\de[+-]\d+", capsys.readouterr().out)))
+    assert most > 1e-3 if refused else most < 1e-4
+
+
+def test_train_borders_fingerprints(train_go, train_base, capsys):
+    """Cases 28, 30, 33: other problems, another tokenizer, ids or a pad id that no row has."""
+    rows = [f'{{"prompt": "{"abc"[i % 3]}{i}", "answer": "{i}"}}\n' for i in range(30)]
+    def refused(flags, words, rows=rows):
+        open("d.jsonl", "w").writelines(rows)
+        assert train_go(flags if "--resume" in flags else f"--steps 1 --out q {flags}") == 2
+        assert words in capsys.readouterr().err and not os.path.exists("q/config.json")
+    shutil.copytree(train_base, "m"), open("d.jsonl", "w").writelines(rows)
+    data = "--model m --data d.jsonl --instruction= --method spo"
+    assert train_go(f"--steps 1 --out r {data} --eval-problems 1") == 0
+    for other in ([*rows[:-1], rows[-1].replace("29", "7")], rows[::-1], rows[:-1],
+                  [rows[0].replace("0", "99"), *rows[1:]], [*rows, '{"prompt": "z", "answer": 1}']):
+        refused("--resume r", "expected one made with this run's problems", other)
+    open("d.jsonl", "w").writelines(row.replace("prompt", "question") for row in rows)
+    assert train_go("--resume r --steps 2") == 0  # the same problems
+    text = open("m/tokenizer.json").read().replace('"a": 10', '"b": 10')
+    open("m/tokenizer.json", "w").write(text.replace('"b": 11', '"a": 11'))
+    for flags in ("--resume r", "--model m --critic run/critic", "--model m --pool run/pool"):
+        refused(flags, f"{flags.split()[-2]}: expected one made with this run's tokenizer")
+    os.remove("run/pool/pool.json")
+    ids = vp.TrajectoryPool.open("run/pool").tokens.copy()
+    for ids[0] in (5000, ~5000):  # in a response, in a prompt
+        ids.tofile("run/pool/tokens.bin")
+        refused("--pool run/pool", "--pool: expected token ids below 96, found 5000")
+    _train_borders_model("pad", "llama", pad_token="[PAD]")  # gets the id 96
+    refused(f"{data} --model pad", "--model: expected one that the sampler and the trainer can run")
+    refused("--model m --verifier boxed", "--data: expected a JSONL file beside --model")
+    refused("--stop ab", "--stop: expected texts of one token each, found ab")
+
+
+def test_train_borders_a_folder_has_one_owner(train_go, train_base, capsys):
+    """Cases 41, 42: foreign files stay; a lock names its process and ends with it."""
+    os.makedirs("f/notes"), shutil.copytree(train_base, "m")
+    for flags in ("--out f", "--out m --model m", "--out ."):
+        assert train_go(f"--steps 1 --method spo {flags}") == 2
+    assert os.listdir("f") == ["notes"] and {*os.listdir("m")} == {*os.listdir(train_base)}
+    assert train_go("--steps 1 --out new --max-prompt 2") == 2 and not os.path.exists("new")
+    if not (pid := os.fork()):
+        lock = train.own_folder("g")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert open("g/.lock").read().startswith(f"process {pid} on ")
+    with train.own_folder("g"):
+        assert train_go("--steps 1 --method spo --out g") == 2
+        assert f"in use by process {os.getpid()} on " in capsys.readouterr().err
+    assert train_go("--steps 1 --method spo --out g") == 0
+
+
+@pytest.mark.parametrize("error, words", [
+    (KeyError("x"), "stopped: KeyError: 'x' (--debug shows where)"), (KeyError("x"), "Traceback"),
+    (KeyboardInterrupt(), "nothing to resume; --pool r/pool uses the 16 trajectories"),
+    (RuntimeError("can't allocate memory"), "out of memory: a smaller --token-budget or --max-r")])
+def test_train_borders_words(train_go, monkeypatch, capsys, error, words):
+    """Points 8, 10, cases 45, 50: the plan, that nothing is right, one line, what can be used."""
+    flags = "--verifier boxed --pool-temperatures 1,.5 --steps 1 --out r"
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "pretrain", lambda *args, **options: (_ for _ in ()).throw(error))
+        assert train_go(flags + " --debug" * (words == "Traceback")) == 1 + 129 * ("pool" in words)
+    error.with_traceback(None)  # its frames hold the lock
+    out, err = capsys.readouterr()
+    assert words in out + err and ("Traceback" in err) == (words == "Traceback")
+    assert "a pool of 16 trajectories, 20 tokens" in out and "4 × 2 responses before" in out
+    assert "before training: 0 of 8 responses are right" in out and r"8 have no \boxed{}" in out
+    assert train_go(flags) == 2 and "--pool r/pool uses it" in capsys.readouterr().err
+    assert train_go(flags + " --pool r/pool") == 0
+    assert "nothing was learned, since no response was right" in capsys.readouterr().out
+
+
+def test_train_borders_prompts_targets_and_health(train_base, tmp_path, monkeypatch, capsys):
+    """Cases 34, 43: stops end; few prompts come equally often; PPO's λ-return; health of saves."""
+    run = _train_run(train_base, monkeypatch, "--stop a,b --method ppo")
+    run.problems, run.prompts, run.cfg.out = run.problems[:4], run.prompts[:4], str(tmp_path)
+    b, (b.value,) = _train_rollout(run)
+    ends = torch.isin(b.tokens[:, -b.mask.shape[1] :], torch.tensor(run.eos_id)) & b.mask
+    assert len(run.eos_id) == 3 and torch.equal(ends.sum(1) == 1, ~b.truncated) and ends.any()
+    assert b.prompt_id.sort().values.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    train.update_critics(run, b, train.generator(0, "train"), train.Metrics(run))
+    target = gae_loop(b.value, b.reward, b.mask, 0.95) + b.value
+    assert torch.allclose(b.target[b.mask], target[b.mask], atol=1e-6)
+    for run.step, skipped, x in ((0, 0, 0.0), (1, 2, 0.0), (2, 0, torch.nan)):
+        run.critics[0][1].in_a_row, next(run.actor.parameters()).data[0, 0] = skipped, x
+        train.save(run)
+        assert ("not saved" in capsys.readouterr().out) == (run.step > 0)
+    assert len(train.checkpoints(run.cfg.out)) == 1
+
+
 # ---- figures/lab.py, compare.py, values.py -------------------------------------------------------
 
 
@@ -3382,6 +3501,16 @@ def test_figures_values_by_hand(capsys):
         value=torch.tensor([[0.1, 0.9], [0.2, 0.3], [0.0, 0.1], [0.4, 0.8]]))
     assert values.best_of_n(run, batch, 2)["2"] == {
         "random": 0.5, "last V": 1.0, "least V": 0.5, "majority": 0.5, "pass@n": 1.0}
+
+
+def test_figures_random_truths_are_of_n_starts(monkeypatch):
+    """So many of the starts, and no other place; all if there are fewer."""
+    monkeypatch.setattr(train, "monte_carlo", lambda run, batch, starts, *_: starts.sum()[None])
+    starts = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 0, 1, 0]]).bool()
+    for n, expected in ((2, 2), (6, 6), (9, 6)):
+        rng = torch.Generator().manual_seed(0)
+        chosen, p = lab.random_truths(None, None, starts, [], n, 8, rng)
+        assert p.tolist() == [expected] and not (chosen & ~starts).any()
 
 
 # ---- figures/critics.py, coverage.py -------------------------------------------------------------

@@ -420,9 +420,10 @@ class Config:
     sampler: str = flag("generate", "own sampler, or transformers' paged one", rollout.SAMPLERS)
     router_replay: bool = flag(False, "R3: train with the experts that the sampler chose (MoE)")
     max_rows: int = flag(256, "responses under way at once", low=1)
-    verifier: str = flag("boxed", "of responses", rollout.VERIFIERS)
-    instruction: str = flag(r"Please reason step by step, and put your final answer within "
-                            r"\boxed{}.", "added to each prompt")
+    verifier: str = flag(None, "of responses; by default boxed, or answer where most prompts of "
+                               "--data ask for a line Answer: (DAPO-Math)", rollout.VERIFIERS)
+    instruction: str = flag(None, "added to each prompt; by default a request to reason step by "
+                                  "step and to put the answer in a box, if a box is read")
     # assumption: uniform groups are replaced in at most 10 rounds
     filter_rounds: int = flag(10, "rounds of replacing uniform groups (k > 1)", low=1)
     stop: str = flag("", "more tokens that end a response, separated by commas")
@@ -639,7 +640,7 @@ def parse(argv: list[str]) -> tuple[Config, bool]:
         choices = f.metadata["choices"]
         kind = dict(action=argparse.BooleanOptionalAction) if f.type == "bool" else dict(
             type=TYPES[f.type], metavar=f"{{{','.join(choices)}}}" if choices else f.type.upper())
-        default = "the method's own" if f.default is None else f.default
+        default = "the method's or data's own" if f.default is None else f.default
         group.add_argument("--" + f.name.replace("_", "-"), **kind, help=(
             f"{f.metadata['text']} [{default}]".replace("%", "%%")))
     given = vars(parser.parse_args(argv))
@@ -653,10 +654,24 @@ def resolve(cfg: Config) -> Config:
     """The configuration with what its method and loss bring along: the values that are used."""
     expect("method", METHODS, cfg.method)
     brought = METHODS[cfg.method]._asdict()
+    brought["verifier"] = "answer" if asks_for_answer_line(cfg.data) else "boxed"
+    brought["instruction"] = BOXED if (cfg.verifier or brought["verifier"]) != "answer" else ""
     brought |= zip(("eps_low", "eps_high"), EPS.get(cfg.loss or brought["loss"], ()))
     new = time.strftime(f"runs/%Y%m%d-%H%M%S-{cfg.method}-{cfg.seed}-{os.getpid()}")
     return replace(cfg, out=cfg.out or new, **{
         name: x for name, x in brought.items() if getattr(cfg, name, "") is None})
+
+
+def asks_for_answer_line(path: str) -> bool:
+    """Whether most of the first 100 lines of a JSONL ask for a line `Answer: …`."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, errors="replace") as file:
+        lines = [line for line, _ in zip(file, range(100))]
+    return sum("Answer:" in line for line in lines) > len(lines) / 2
+
+
+BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
 
 
 def resumed(folder: str, given: dict) -> Config:
@@ -727,7 +742,8 @@ def requirements(cfg: Config) -> Iterator[tuple[str, str, Any]]:
     yield ("data", "--model beside it, since the embedded policy knows only the embedded task",
            cfg.model or not cfg.data)
     yield "data", "a JSONL file beside --model (or --verifier chain, for the embedded task)", (
-        cfg.data or not cfg.model or cfg.verifier not in ("boxed", "number", "math_verify"))
+        cfg.data or not cfg.model or cfg.verifier not in (
+            "boxed", "answer", "number", "math_verify"))
     yield "sampler", "generate for --router-replay, since it notes the expert choices", (
         not cfg.router_replay or cfg.sampler == "generate")
     yield "device", "auto, cpu or cuda[:N]", re.fullmatch(r"auto|cpu|cuda(:\d+)?", cfg.device)
