@@ -669,6 +669,11 @@ def load_data(data: str, eval_data: str, n_eval: int) -> tuple[list[Problem], li
     if eval_data:
         held_out = load_problems(eval_data)
         shuffled(held_out)
+        there = {json.dumps(p.prompt) for p in held_out}
+        kept = [p for p in train if json.dumps(p.prompt) not in there]
+        if len(kept) < len(train):
+            print(f"left out {len(train) - len(kept)} problems of --data that stand in --eval-data")
+        train = kept
     if len(train) < 2:
         raise ValueError(f"--data: expected 2 or more problems to train on, found {len(train)}")
     return train, held_out[:n_eval]

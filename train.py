@@ -94,6 +94,7 @@ def train_step(run: Run) -> tuple[Batch, dict[str, float]]:
         batch, sampled = rollout_batch(run, rng, metrics)
     with metrics.timed("score"):
         batch.logp_old, entropy, V = score(run, batch)
+    expect_one_policy(cfg, (batch.logp_old - batch.logp_roll)[batch.mask].abs().max().item(), True)
     with metrics.timed("value"):
         estimate = VALUES[method.value](run, batch, V, rng)
     batch.value, batch.starts, batch.value_std = estimate.value, estimate.starts, estimate.std
@@ -142,9 +143,10 @@ def rollout_batch(run: Run, rng: torch.Generator, metrics: Metrics) -> tuple[Bat
     everything, batch = concatenate(sampled), concatenate(kept)
     usable = min(len(batch.reward) // k, n) // run.size * run.size * k  # whole groups
     if not usable:
+        mixed = f"only {len(batch.reward) // k} groups of {k} mixed, for {run.size} processes" if (
+            len(batch.reward)) else f"every group of {k} was all right or all wrong"
         raise RuntimeError(
-            f"step {run.step + 1}: every group of {k} was all right or all wrong, in "
-            f"{len(sampled)} rounds of prompts (success "
+            f"step {run.step + 1}: {mixed}, in {len(sampled)} rounds of prompts (success "
             f"{(everything.reward > 0).float().mean():.2f}): nothing to learn from")
     return take(batch, torch.arange(usable, device=run.device)), everything
 
@@ -677,7 +679,7 @@ BOXED = r"Please reason step by step, and put your final answer within \boxed{}.
 def resumed(folder: str, given: dict) -> Config:
     """The saved configuration with the given fields that may change; ValueError for others."""
     try:
-        saved = Config(**json.loads(Path(folder, "config.json").read_text()))
+        saved = resolve(Config(**json.loads(Path(folder, "config.json").read_text())))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError("--resume: expected a run folder with config.json, "
                          f"found {folder or 'an empty name'} ({error})") from None
@@ -698,7 +700,8 @@ def check(cfg: Config) -> None:
             text = (f"a number above {above}" if above > -math.inf else f"{low} … {high}"
                     if high < math.inf else f"{low} or more" if low > -math.inf else "a number")
             expect(f.name, text, value,
-                   math.isfinite(value) and low <= value <= high and value > above)
+                   isinstance(value, (int, float)) and math.isfinite(value)
+                   and low <= value <= high and value > above)
     for name, expected, ok in [*requirements(cfg), *required_files(cfg)]:
         expect(name, expected, getattr(cfg, name) or "nothing", ok)
     if cfg.verifier == "math_verify":
@@ -892,7 +895,8 @@ def setup(cfg: Config) -> Run:
     opt = FiniteAdamW(actor, cfg.lr, weight_decay=cfg.weight_decay, name="actor")
     eos_id = rollout.eos_ids(model, tokenizer)
     for ids in (tokenizer.encode(x, add_special_tokens=False) for x in cfg.stop.split(",") if x):
-        expect("stop", "texts of one token each", cfg.stop, len(ids) == 1)
+        expect("stop", "texts of one known token each", cfg.stop,
+               len(ids) == 1 and ids[0] != tokenizer.unk_token_id)
         eos_id += ids
     run = Run(cfg, METHODS[cfg.method], device, tokenizer, eos_id, problems, prompts, held_out,
               eval_prompts, actor, opt, rank, size, sampler=sampler,
@@ -922,8 +926,9 @@ def sampling_copy(cfg: Config, model: nn.Module, size: int, device: torch.device
 def fingerprints(run: Run) -> dict[str, str]:
     """What belongs together: what 64 ids of the tokenizer decode to, and the training problems."""
     step = max(1, len(run.tokenizer) // 64)
-    texts = [run.tokenizer.decode([i]) for i in range(0, len(run.tokenizer), step)]
-    problems = [[p.prompt, p.answer] for p in run.problems]
+    last = range(max(0, len(run.tokenizer) - 64), len(run.tokenizer))  # added tokens
+    texts = [run.tokenizer.decode([i]) for i in [*range(0, len(run.tokenizer), step), *last]]
+    problems = [[p.prompt, p.answer] for p in [*run.problems, *run.eval_problems]]
     return {name: hashlib.sha256(json.dumps(x).encode()).hexdigest()[:12]
             for name, x in (("tokenizer", texts), ("problems", problems))}
 
@@ -993,8 +998,8 @@ def checkpoint_activations(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-        if isinstance(getattr(part, "attention_dropout", None), float):  # a module in some families
-            part.attention_dropout = 0.0
+        for name in [x for x in vars(part) if "drop" in x and isinstance(vars(part)[x], float)]:
+            setattr(part, name, 0.0)  # attention_dropout, hidden_dropout, layerdrop, …
 
 
 @torch.no_grad()
@@ -1012,7 +1017,9 @@ def try_model(run: Run) -> None:
             logp = score(trial, batch)[0]
             parts = [take(batch, rows) for rows in ids.to(run.device).argsort().split(n)]
             alone = [score(trial, part)[0] for part in parts]
-    except (AttributeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        if "memory" in str(error):
+            raise
         raise ValueError("--model: expected one that the sampler and the trainer can run, found "
                          f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     apart = (logp - batch.logp_roll)[batch.mask].abs().max().item()
@@ -1020,10 +1027,16 @@ def try_model(run: Run) -> None:
                  for x, whole, part in zip(alone, logp.split(n), parts))
     print(f"sampler against trainer: log-probs differ by at most {apart:.1e}; a row in a batch "
           f"against the row alone: {padded:.1e}")
+    expect_one_policy(cfg, max(apart, padded, key=lambda x: (x != x, x)))
+
+
+def expect_one_policy(cfg: Config, apart: float, later: bool = False) -> None:
+    """ValueError if log-probs of sampler and trainer differ more than their types explain; later:
+    in a step, where only float32 has a limit, since of many tokens one may be far off."""
     exact = {cfg.dtype, cfg.compute_dtype, cfg.rollout_dtype or cfg.dtype} == {"float32"}
     limit = (1e-3 if exact else 0.5) / min(1.0, cfg.temperature)  # log-probs grow with 1/τ
     expect("model", f"log-probs that differ by at most {limit:.2g}, so sampler and trainer are "
-           "one policy", f"{max(apart, padded):.2g}", apart <= limit and padded <= limit)
+           "one policy", f"{apart:.2g}", apart <= limit or later and not exact)
 
 
 def prepare_critic(run: Run) -> None:
@@ -1033,10 +1046,13 @@ def prepare_critic(run: Run) -> None:
         path = paths[i] if paths else cfg.model or rollout.build_base()
         torch.manual_seed(cfg.seed + i)  # the head's weights
         critic = pretrained(Critic, path, cfg, cfg.dtype)
-        words, rows = len(run.tokenizer), critic.backbone.get_input_embeddings().num_embeddings
+        words, rows = (x.get_input_embeddings().num_embeddings for x in (
+            run.actor.model, critic.backbone))
         expect("critic", f"the actor's vocabulary of {words} tokens", rows, rows >= words)
         if (origin := Path(path, "origin.json")).is_file():
-            expect_origin("critic", run, json.loads(origin.read_text()), "tokenizer")
+            there = json_object(origin.read_text(errors="replace"))
+            expect("critic", "a JSON object", f"another text in {origin}", there)
+            expect_origin("critic", run, there, "tokenizer")
         critic = shard(critic, critic.backbone.config, cfg, run.size, run.device, critic.head)
         run.critics.append((critic, FiniteAdamW(critic, cfg.critic_lr, name="critic",
                                                 weight_decay=cfg.weight_decay)))
@@ -1333,15 +1349,16 @@ RUN_FILES = {"", "actor", "checkpoints", "config", "critic", "critic-pretrained"
              "pretrain-second", "result", "second", "values"}  # by the name before the first dot
 
 
-def own_folder(out: str) -> Any:
+def own_folder(out: str, resumes: bool = False) -> Any:
     """The run folder, this process's own as long as the returned file is open: a lock that ends
     with the process. ValueError if another one has it, or if it holds what no run has written."""
     import fcntl  # where there is none, on Windows, there is no torch.distributed either
 
     os.makedirs(out, exist_ok=True)
-    foreign = [x for x in sorted(os.listdir(out)) if x.split(".")[0] not in RUN_FILES]
+    there = sorted(os.listdir(out))  # a run's folder has a lock, and a resumed one may hold notes
+    foreign = [x for x in there if x.split(".")[0] not in RUN_FILES or ".lock" not in there]
     expect("out", "an empty folder or that of a run", f"{out} with {', '.join(foreign[:3])}",
-           not foreign)
+           resumes or not foreign)
     lock = open(os.path.join(out, ".lock"), "a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1471,7 +1488,7 @@ def load(run: Run) -> None:
         expect_origin("resume", run, state["origin"], "tokenizer", "problems")
         for name, part in run.trained.items():
             restore(*part, state[name])
-    except (KeyError, RuntimeError, pickle.UnpicklingError) as error:
+    except (KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f"--resume: expected a checkpoint of this model in {path}, found another: "
                          f"{str(error).splitlines()[-1].strip()}") from None
     run.step, run.before, run.streak = state["step"], state["before"], state["streak"]
@@ -1486,12 +1503,20 @@ def load(run: Run) -> None:
               "counts are exact, the samples from here on are others")
     if run.rank == 0:
         for newer in damaged:
+            shutil.rmtree(newer + ".damaged", ignore_errors=True)
             os.rename(newer, newer + ".damaged")
         file = os.path.join(run.cfg.out, "metrics.jsonl")
-        rows = [(line, json.loads(line)) for line in Path(file).read_text().splitlines(True)
-                if line.endswith("}\n")]  # not one that a kill left torn
-        write_text(file, "".join(line for line, row in rows if row["step"] == 0 or (
-            row["step"] <= run.step and "rollout/success" in row)))  # evaluations come again
+        lines = open(file, errors="replace").readlines() if os.path.exists(file) else []
+        rows = [(line, json_object(line)) for line in lines]  # {}: damaged, or torn by a kill
+        write_text(file, "".join(line for line, row in rows if row.get("step") == 0 or (
+            row.get("step", math.inf) <= run.step and "rollout/success" in row)))
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object in a text, {} if there is none."""
+    with contextlib.suppress(ValueError, TypeError):
+        return dict(json.loads(text))
+    return {}
 
 
 def export(run: Run, name: str, folder: str) -> None:
@@ -1518,9 +1543,11 @@ def make_pool(run: Run) -> TrajectoryPool:
     if cfg.pool:
         pool = TrajectoryPool.open(cfg.pool)
         expect_origin("pool", run, pool.origin, "tokenizer")
+        rows = run.actor.model.get_input_embeddings().num_embeddings
+        expect("pool", "one with trajectories", "none", len(pool))
         most = max(int(np.maximum(part, ~part).max()) for part in np.array_split(
             pool.tokens, len(pool.tokens) // 2**20 + 1) if len(part))
-        expect("pool", f"token ids below {len(run.tokenizer)}", most, most < len(run.tokenizer))
+        expect("pool", f"token ids below {rows}", most, most < rows)
         return pool
     folder = os.path.join(cfg.out, "pool")
     filled = os.path.isdir(folder) and len(TrajectoryPool(folder))
@@ -1679,10 +1706,12 @@ def train(run: Run) -> None:
             batch, metrics = train_step(run)
             run.seconds = time.perf_counter() - since
             right = metrics["rollout/success"] > 0
-            idle = 0 if right and (metrics["actor/updates"] or cfg.freeze_actor) else idle + 1
+            norm = metrics.get("actor/grad_norm", float(cfg.freeze_actor))  # none, or of 0
+            idle = 0 if right and norm else idle + 1
             if idle:
                 tqdm.write(f"step {run.step}: nothing was learned, since " + (
-                    "no token was kept or no gradient was finite (mismatch/… in metrics.jsonl)"
+                    "no token was kept, no gradient was finite, or all groups were uniform "
+                    "(mismatch/…, actor/grad_norm in metrics.jsonl)"
                     if right else "no response was right"))
             if cfg.show_every and (run.step - 1) % cfg.show_every == 0 and run.rank == 0:
                 tqdm.write(show_response(run, batch))
@@ -1692,7 +1721,7 @@ def train(run: Run) -> None:
             bar.update()
             bar.set_postfix({name: f"{metrics[key]:{form}}" for name, key, form in BAR
                              if key in metrics})
-            if cfg.save_every and run.step % cfg.save_every == 0:
+            if cfg.save_every and run.step % cfg.save_every == 0 and not idle:
                 save(run)
             if idle == 5:
                 raise RuntimeError(f"step {run.step}: nothing was learned in five steps in a row")
@@ -1736,7 +1765,7 @@ def finish(run: Run) -> int:
         return 0
     print(f"\n{'held out':28}{'before':>8}{'after':>8}")
     for name in after:
-        print(f"{name[5:]:28}{before[name]:8.3f}{after[name]:8.3f}")
+        print(f"{name[5:]:28}{before.get(name, math.nan):8.3f}{after[name]:8.3f}")
     reached = cfg.target <= after[key]
     print(f"success {after[key]:.3f} ({after[key] - before[key]:+.3f})"
           + ("" if reached else f", below the target {cfg.target}") + f"; files in {cfg.out}")
@@ -1757,10 +1786,10 @@ def main(argv: list[str]) -> int:
             cfg, resumes = parse(argv)
             check(cfg)
             expect("out", "a folder without a run", f"one in {cfg.out} (--resume goes on with it)",
-                   resumes or not os.path.exists(os.path.join(cfg.out, "config.json")))
+                   resumes or not checkpoints(cfg.out))
             if cfg.write_prompts:
                 return write_oracle_prompts(cfg)
-            lock = rank or own_folder(cfg.out)  # held until the process ends
+            lock = rank or own_folder(cfg.out, resumes)  # held until the process ends
             run = start(cfg, resumes)
             train(run)
             return finish(run)
@@ -1771,8 +1800,10 @@ def main(argv: list[str]) -> int:
             if "--debug" in argv:
                 traceback.print_exc()
             bad_input = isinstance(error, BAD_INPUT)
-            if rank == 0 and lock and os.listdir(cfg.out) == [".lock"]:
-                shutil.rmtree(cfg.out)  # nothing was begun
+            with contextlib.suppress(OSError):  # a link, a mount or `.` stays
+                if rank == 0 and lock and os.listdir(cfg.out) == [".lock"]:  # nothing was begun
+                    os.remove(os.path.join(cfg.out, ".lock"))
+                    os.rmdir(cfg.out)
             if rank == 0 or not bad_input:  # all ranks see the same bad input
                 who = f"rank {rank}: " if "RANK" in os.environ else ""
                 print(who + sentence(error, cfg), file=sys.stderr)
@@ -1792,8 +1823,10 @@ def what_is_there(cfg: Config) -> str:
 def sentence(error: Exception, cfg: Config | None) -> str:
     """An error as one line for the user."""
     text, last = " ".join(str(error).split()), checkpoints(cfg.out) if cfg else []
-    if isinstance(error, BAD_INPUT):
-        return f"error: {text}"
+    if "No space left" in text:
+        text = f"could not write to {cfg.out}, its disk is full ({text})"
+    elif isinstance(error, BAD_INPUT):
+        return f"error: {text or type(error).__name__}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text:
         text = f"out of memory: a smaller --token-budget or --max-rows may help ({text[:200]})"
     elif not isinstance(error, (RuntimeError, FloatingPointError)):
