@@ -3441,7 +3441,7 @@ def test_train_borders_longrope(tmp_path, train_go, monkeypatch, capsys):
                          original_max_position_embeddings=16)
     flags = f"--model {tmp_path}/m --method spo --instruction= --max-response 40 --out q"
     assert train_go(flags) == 2
-    assert "log-probs that differ by at most 0.001" in capsys.readouterr().err
+    assert "log-probs that differ by at most 0.1" in capsys.readouterr().err
     _train_borders_model(f"{tmp_path}/vocab", "llama", vocab_size=300)
     assert train_go(f"--model {tmp_path}/vocab --out v --steps 1") == 0
     assert train_go(f"--model {tmp_path}/vocab --out w --steps 1 --pool v/pool") == 0

@@ -769,6 +769,7 @@ def required_files(cfg: Config) -> Iterator[tuple[str, str, Any]]:
             yield name, "a folder with a Hugging Face model (config.json)", (
                 os.path.isfile(os.path.join(path, "config.json"))
                 or on_hub and not os.path.isdir(os.path.dirname(path)))
+    yield "out", "a folder", not os.path.isfile(cfg.out)
     yield "pool", "a folder with a trajectory pool", (
         not cfg.pool or os.path.isfile(os.path.join(cfg.pool, "index.bin")))
     kind, file, n = {
@@ -1008,7 +1009,9 @@ def try_model(run: Run) -> None:
     from the row alone, on two prompts of unequal length as the run will use them; ValueError if
     that is too far, or if the model cannot be run so."""
     cfg, n, longest = run.cfg, run.size, max(run.prompts, key=len)
-    trial = replace(run, cfg=replace(cfg, max_response=min(8, cfg.max_response)), critics=[])
+    T = min(8, cfg.max_response)
+    trial = replace(run, critics=[], cfg=replace(  # one pass, so that the rows are padded
+        cfg, max_response=T, token_budget=max(cfg.token_budget, 2 * n * (len(longest) + T))))
     ids = torch.tensor([0] * n + [1] * n)  # a row of each for every rank
     try:
         batch = respond(trial, [longest, longest[len(longest) // 2 :]], ["", ""], ids,
@@ -1031,10 +1034,11 @@ def try_model(run: Run) -> None:
 
 
 def expect_one_policy(cfg: Config, apart: float, later: bool = False) -> None:
-    """ValueError if log-probs of sampler and trainer differ more than their types explain; later:
-    in a step, where only float32 has a limit, since of many tokens one may be far off."""
+    """ValueError if log-probs of sampler and trainer differ more than their types explain. later:
+    in a step, whose many tokens have a wider limit in float32 and none in other types."""
     exact = {cfg.dtype, cfg.compute_dtype, cfg.rollout_dtype or cfg.dtype} == {"float32"}
-    limit = (1e-3 if exact else 0.5) / min(1.0, cfg.temperature)  # log-probs grow with 1/τ
+    limit = 0.5 if not exact else 0.1 if later else 1e-3
+    limit /= min(1.0, cfg.temperature)  # log-probs grow with 1/τ
     expect("model", f"log-probs that differ by at most {limit:.2g}, so sampler and trainer are "
            "one policy", f"{apart:.2g}", apart <= limit or later and not exact)
 
@@ -1678,7 +1682,7 @@ def start(cfg: Config, resumes: bool) -> Run:
 def print_plan(run: Run, needs_pool: bool) -> None:
     """What will be done, before anything is sampled."""
     cfg, each = run.cfg, run.cfg.rollout_batch // run.cfg.mini_batches
-    if needs_pool:
+    if needs_pool and not cfg.pool:
         models, strengths = (len([*filter(None, x.split(","))]) for x in (
             cfg.pool_models, cfg.pool_temperatures))
         print(f"a pool of {(1 + models) * strengths * cfg.pool_size:,} trajectories, "
@@ -1817,7 +1821,7 @@ def what_is_there(cfg: Config) -> str:
         return f"{last[-1]} is there, go on with --resume {cfg.out}"
     return "there is no checkpoint yet, so there is nothing to resume" + (
         f"; --pool {pool} uses the {len(TrajectoryPool(pool)):,} trajectories sampled so far"
-        if os.path.isdir(pool) else "")
+        if os.path.isdir(pool) and len(TrajectoryPool(pool)) else "")
 
 
 def sentence(error: Exception, cfg: Config | None) -> str:
@@ -1827,7 +1831,8 @@ def sentence(error: Exception, cfg: Config | None) -> str:
         text = f"could not write to {cfg.out}, its disk is full ({text})"
     elif isinstance(error, BAD_INPUT):
         return f"error: {text or type(error).__name__}"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search(
+            "allocate memory|out of memory", text):
         text = f"out of memory: a smaller --token-budget or --max-rows may help ({text[:200]})"
     elif not isinstance(error, (RuntimeError, FloatingPointError)):
         text = f"{type(error).__name__}: {text} (--debug shows where)"
