@@ -467,6 +467,7 @@ def shared(sampler: Callable) -> Callable:
     It returns the four tensors for all prompts, in their order, on every rank."""
     def sample(model: nn.Module, prompts: list[list[int]], *, pad_id: int,
                generator: torch.Generator | None = None, **limits: Any) -> tuple[Tensor, ...]:
+        """The sampler's four tensors of all prompts."""
         rows = over_ranks(lambda share, rng: _rows(
             *sampler(model, share, pad_id=pad_id, generator=rng, **limits)), prompts, generator)
         return tuple(x.to(next(model.parameters()).device) for x in _columns(rows, pad_id))
@@ -1062,14 +1063,18 @@ def demonstration(prompt: str, slip: float, rng: random.Random) -> str:
 
 def task_tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable ASCII character; `$` is end of sequence and padding alike."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    vocabulary = {character: i for i, character in enumerate(CHARACTERS)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
-    words.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="$", pad_token="$", unk_token="?")
+    words = {character: i for i, character in enumerate(CHARACTERS)}
+    split = {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False}
+    description = {
+        "version": "1.0", "added_tokens": [], "pre_tokenizer": split, "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "?"}}
+    with tempfile.TemporaryDirectory() as folder:  # transformers reads it from a file
+        path = os.path.join(folder, "tokenizer.json")
+        with open(path, "w") as file:
+            json.dump(description, file)
+        return PreTrainedTokenizerFast(
+            tokenizer_file=path, eos_token="$", pad_token="$", unk_token="?")
 
 
 VERIFIERS = {

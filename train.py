@@ -1568,6 +1568,7 @@ def make_pool(run: Run) -> TrajectoryPool:
         "AutoModelForCausalLM", path, cfg, cfg.rollout_dtype or cfg.dtype).to(run.device))
 
     def sample(path: str, temperature: float, n: int) -> Batch:
+        """n trajectories of one policy."""
         ids = torch.randint(len(run.prompts), (n,), generator=rng)
         return respond(run, run.prompts, run.answers, ids, rng, temperature, load(path) or None)
 
@@ -1740,6 +1741,7 @@ def ctrl_c(run: Run) -> Iterator[None]:
     second Ctrl-C stops at once; not under torchrun, which passes the first one on twice."""
 
     def ask(signum: int, frame: Any) -> None:
+        """The first signal is noted; a second Ctrl-C raises."""
         if signum == signal.SIGINT and run.stop and run.size == 1:
             raise KeyboardInterrupt
         run.stop = True
