@@ -3539,7 +3539,7 @@ def test_figures_errors_are_one_sentence(capsys, monkeypatch):
             ("single --lrs 1e-4;2e-4", "--lrs: expected learning rates separated by commas"),
             ("single --seeds 0", "--seeds: expected 1 or more, found 0"),
             ("single --steps x", "--steps: expected 1 or more, found x"),
-            ("singel", "names: expected some of whiten, single, group, daps, loss, sweep, found"),
+            ("singel", "names: expected some of whiten, single, group, methods, daps, loss, sweep, found"),
             ("single --what", "expected a flag of --help, found --what"), ("", "found none"),
             ("single --tune-seeds 0", "--tune-seeds: expected 1 or more"),
             ("--plot", "pip install matplotlib")):
@@ -3589,7 +3589,10 @@ def test_figures_rates_are_tuned_on_seeds_of_their_own(tmp_path, monkeypatch, ca
     s3ac, grpo = rows.values()
     assert s3ac["by lr"] == {"1e-4": 0.3, "1e-3": 0.5} and s3ac["lr"] == "1e-3"
     assert s3ac["success"] == pytest.approx([0.1, 0.2]) and "| s3ac-k-8 | 1e-3 |" in text
-    assert grpo["collapsed"] == [True, False, False, False] and "| 25 % |" in text
+    assert grpo["collapsed"] == [True, False] and "| 50 % |" in text
+    problems = load_problems(tmp_path / "tuning.jsonl")  # training problems of their own
+    assert len(problems) == 414 and {p.prompt for p in problems} <= {
+        p.prompt for p in task_problems()}
     assert "| grpo-x | 0.500 | 9.000 | – |" in text and "| 80.5 % |" in text
 
 
@@ -3760,7 +3763,7 @@ def test_figures_speed_tables(capsys, monkeypatch):
                  "| 5.000 |\n| ms per response sampled | 140.000 | 100.000 |", " 360 | 247 | 190 "):
         assert line in out, line
     if sys.platform == "linux":
-        assert all(x >= 0 for x in speed.logp_cost("torch", 64, 9000, 8))
+        assert all(map(math.isfinite, speed.logp_cost("torch", 64, 9000, 8)))
 
 
 # ---- the project ---------------------------------------------------------------------------------

@@ -36,11 +36,13 @@ COMPARISONS = {
     "single": ("--method s3ac", "--method s3ac-v0", "--method reinforce++",
                "--method flash-reinforce"),
     "group": ("--method s3ac --k 8", "--method grpo-x"),
+    "methods": ("--method s3ac", "--method s3ac-v0", "--method reinforce++",
+                "--method flash-reinforce", "--method s3ac --k 8", "--method grpo-x"),
     "daps": ("--method s3ac", "--method s3ac --selection uniform", "--method s3ac --k 8",
              "--method s3ac --k 8 --selection uniform"),
     "loss": ("--method s3ac", "--method s3ac --loss ppo-clip", "--method s3ac --loss dis",
              "--method reinforce++ --loss dis"),  # the last one: without a critic
-    # one setting of DAPS at a time, at the learning rate of the first arm
+    # one setting of DAPS at a time
     "sweep": ("--method s3ac", *(f"--method s3ac {x}" for x in (
         "--a-min 0.3", "--n-c 1", "--n-c 10", "--decay 0.9", "--daps-uniform 0 --daps-ramp 0"))),
 }
@@ -48,7 +50,11 @@ PAPER = {  # success in the paper, per cent, by arm: 35B models, means of seven 
     "single": (80.9, None, 70.4, 67.4), "group": (80.5, 76.4), "daps": (76.94, 74.40, 80.49, 79.04)}
 CLAIMS = {  # (i, j): arm i ends above arm j
     "whiten": ((0, 1), (0, 2)), "single": ((0, 1), (0, 2), (0, 3)), "group": ((0, 1),),
-    "daps": ((0, 1), (2, 3))}
+    "daps": ((0, 1), (2, 3)),
+    "methods": ((0, 1), (0, 2), (0, 3), (0, 5), (4, 5)),
+    "loss": ((0, 1), (0, 2), (2, 3)), "sweep": tuple((0, i) for i in range(1, 6))}
+# arms that differ in prompt selection alone: their rate is the one of the arm without these flags
+SELECTING = re.compile(" --(selection|a-min|n-c|decay|daps-uniform|daps-ramp) [^ ]+")
 POINTS = {"a third": 1 / 3, "two thirds": 2 / 3, "the end": 1.0}  # of the responses
 HELD_OUT, EV = r"eval/avg@\d+", "critic/explained_variance"
 PANELS = (  # title, metric, horizontal axis: 0 for responses, 1 for seconds
@@ -69,46 +75,54 @@ def has_critic(arm: str) -> bool:
     return train.METHODS[train.parse(arm.split())[0].method].value == "critic"
 
 
-def arm_jobs(args: argparse.Namespace, arm: str, lr: str, seeds: range | None = None) -> list[Job]:
-    """The runs of an arm, one per seed. Without seeds those reported: from 1 on, two more where
-    there is no critic, since such a run takes half as long."""
-    critic, folder = has_critic(arm), args.folder
+def arm_jobs(args: argparse.Namespace, arm: str, lr: str, seeds: range) -> list[Job]:
+    """The runs of an arm, one per seed. Seeds from 100 on choose learning rates: they are judged by
+    problems of their own."""
+    folder, tuning = args.folder, f"--eval-data {args.folder}/tuning.jsonl".split()
     flags = (f"--steps {args.steps} --rollout-batch {args.rollout_batch} --eval-k 2 --keep 1 "
-             f"--eval-every {max(1, args.steps // 6)} --save-every 20 --show-every 0 "
-             f"--token-budget 1024 {arm} --lr {lr} --critic-lr {5 * float(lr):g}").split()
-    if seeds is None:
-        seeds = range(1, args.seeds + (1 if critic else 3))
+             f"--eval-every {max(1, args.steps // 16)} --save-every 20 --show-every 0 "
+             f"{arm} --lr {lr} --critic-lr {5 * float(lr):g}").split()
     return [lab.training(f"{slug(arm)}-lr{lr}-s{seed}", [
-        *flags, "--seed", str(seed), *args.extra,
-        *["--critic", f"{folder}/critic-{seed}/critic-pretrained"] * critic]) for seed in seeds]
+        *flags, "--seed", str(seed), *args.extra, *tuning * (seed >= 100),
+        *["--critic", f"{folder}/critic-{seed}/critic-pretrained"] * has_critic(arm)]) for seed in seeds]
+
+
+def write_tuning_problems(folder: str) -> None:
+    """FOLDER/tuning.jsonl: problems to choose learning rates by, as many as are held out. They are
+    training problems that the runs which choose do not train on."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    problems = rollout.task_problems()[: len(rollout.task_problems(held_out=True))]
+    train.write_text(f"{folder}/tuning.jsonl", "".join(
+        json.dumps({"prompt": p.prompt, "answer": p.answer, "level": p.level}) + "\n"
+        for p in problems))
 
 
 def compare(args: argparse.Namespace) -> None:
     """Runs what the comparisons need and prints the tables of each as soon as its runs are done."""
     arms = list(dict.fromkeys(arm for name in args.names for arm in COMPARISONS[name]))
-    tuned = [arm for arm in arms if any(
-        arm in COMPARISONS[name][: 1 if name == "sweep" else None] for name in args.names)]
+    tuned = list(dict.fromkeys(SELECTING.sub("", arm) for arm in arms))
     tuning = range(100, 100 + args.tune_seeds * (len(args.lrs) > 1))
+    reported = range(1, args.seeds + 1)
     grid = {(arm, lr): arm_jobs(args, arm, lr, tuning) for arm in tuned for lr in args.lrs}
-    seeds = [*tuning, *range(1, args.seeds + 1)] if any(map(has_critic, arms)) else []
     # the critic from which all runs of a seed start; the one step is not used
     one = "--steps 1 --rollout-batch 16 --eval-problems 1 --show-every 0 --seed".split()
     critics = [lab.training(f"critic-{seed}", [*args.extra, *one, str(seed)], quiet=True)
-               for seed in seeds]
-    reported = [job for arm in arms for job in arm_jobs(args, arm, args.lrs[0])]
+               for seed in [*tuning, *reported] if any(map(has_critic, arms))]
+    last = [job for arm in arms for job in arm_jobs(args, arm, args.lrs[0], reported)]
     lab.announce(args.folder, {
         "to pretrain critics": critics, "to choose learning rates": sum(grid.values(), []),
-        "to report": len(reported) if tuning else reported})
+        "to report": len(last) if tuning else last})
     if "--model" not in args.extra:
         rollout.build_base()  # once, before two runs want it
+    write_tuning_problems(args.folder)
     lab.run_jobs(critics, args.folder, args.workers, title="critics")
     runs = lab.run_jobs(sum(grid.values(), []), args.folder, args.workers, title="learning rates")
     by_lr = {arm: {lr: mean([success(runs[job.name]) for job in grid[arm, lr]])
                    for lr in args.lrs} for arm in tuned}
     best = {arm: max(args.lrs, key=lambda lr: by_lr[arm][lr] or 0.0) for arm in tuned}
     for name in args.names:
-        lrs = {arm: best.get(arm, best[COMPARISONS[name][0]]) for arm in COMPARISONS[name]}
-        jobs = {arm: arm_jobs(args, arm, lr) for arm, lr in lrs.items()}
+        lrs = {arm: best[SELECTING.sub("", arm)] for arm in COMPARISONS[name]}
+        jobs = {arm: arm_jobs(args, arm, lr, reported) for arm, lr in lrs.items()}
         runs = lab.run_jobs(sum(jobs.values(), []), args.folder, args.workers, title=name)
         rows = {arm: {"lr": lr, "by lr": by_lr.get(arm)} | summary(
             [runs[job.name] for job in jobs[arm]]) for arm, lr in lrs.items()}
@@ -271,9 +285,9 @@ def main(argv: list[str]) -> int:
     flags.add_argument("--lrs", default="5e-5,1e-4,2e-4", help="rates to choose from")
     flags.add_argument("--tune-seeds", type=whole(0), default=2, metavar="N",
                        help="seeds, from 100, that choose each arm's rate and are not reported [2]")
-    flags.add_argument("--steps", type=whole(1), default=60, help="rollout batches per run [60]")
-    flags.add_argument("--rollout-batch", type=whole(1), default=64, metavar="N",
-                       help="responses per batch [64]")
+    flags.add_argument("--steps", type=whole(1), default=80, help="rollout batches per run [80]")
+    flags.add_argument("--rollout-batch", type=whole(1), default=256, metavar="N",
+                       help="responses per batch [256]")
     flags.set_defaults(extra=argv[cut + 1 :])
     return lab.command(flags, body, argv[:cut])
 
