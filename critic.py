@@ -28,6 +28,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 HEAD_FILE = "value_head.pt"  # beside the backbone's files in a critic's folder
 
@@ -99,6 +100,9 @@ class Critic(nn.Module):
         temporary name first, so that a crash leaves the critic that was in path whole.
         """
         state = self.state_dict() if state is None else state
+        merged = {f"{name}.weight": x.weight for name, x in self.named_modules()
+                  if parametrize.is_parametrized(x)}  # of a low-rank critic: W + B A
+        state = {x: state[x] for x in state if ".parametrizations." not in x} | merged
         backbone, head = ({name.removeprefix(part): x for name, x in state.items()
                            if name.startswith(part)} for part in ("backbone.", "head."))
         os.makedirs(path, exist_ok=True)
@@ -107,6 +111,34 @@ class Critic(nn.Module):
             torch.save(head, os.path.join(new, HEAD_FILE))
             for name in os.listdir(new):
                 os.replace(os.path.join(new, name), os.path.join(path, name))
+
+
+class LowRank(nn.Module):
+    """W + B A for a frozen W [out, in]; A [rank, in], B [out, rank], which is 0 at the start."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.randn_like(weight[:rank]) / weight.shape[1] ** 0.5)
+        self.B = nn.Parameter(weight.new_zeros(len(weight), len(self.A)))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The layer's weight [out, in]."""
+        return weight + self.B @ self.A  # W + B A
+
+
+def low_rank_(critic: Critic, rank: int) -> Critic:
+    """Only the head and a low-rank change of each linear layer learn from now on, in place.
+
+    LoRA: Hu et al. 2021, 2106.09685, with a scale of 1. `save_pretrained` writes W + B A. S3AC
+    names such a critic as future work. ValueError if the backbone has no linear layer.
+    """
+    layers = [x for x in critic.backbone.modules() if isinstance(x, nn.Linear)]
+    if not layers:
+        raise ValueError(f"critic: expected linear layers, found none in {type(critic.backbone)}")
+    critic.backbone.requires_grad_(False)
+    for layer in layers:
+        parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
+    return critic
 
 
 @torch.no_grad()

@@ -39,14 +39,25 @@ def success_from_value(v0: Tensor) -> Tensor:
     return ((v0 + 1) / 2).clamp(0, 1)  # p_c = clip((V(s_0) + 1)/2, 0, 1)
 
 
-def fuse(p_c: Tensor, successes: Tensor, trials: Tensor, n_c: float = 3.0) -> Tensor:
+def fuse(p_c: Tensor, successes: Tensor, trials: Tensor, n_c: float | Tensor = 3.0) -> Tensor:
     """p̂ ∈ [0, 1] from the critic's p_c, worth n_c trials, and S successes in N trials (S3AC §3.4).
 
     All of one shape. ValueError if n_c is not positive: p̂ of an untried prompt would be 0/0.
     """
-    if not n_c > 0:
+    if not torch.as_tensor(n_c > 0).all():
         raise ValueError(f"n_c: expected a positive number, found {n_c}")
     return (successes + n_c * p_c) / (trials + n_c)  # p̂ = (S + n_c p_c)/(N + n_c)
+
+
+def trials_from_spread(v0: Tensor) -> Tensor:
+    """n_c [M]: how many trials an ensemble is worth, from the V(s_0) [critics, M] of its critics.
+
+    A Beta of mean p and n trials has variance p(1 − p)/(n + 1): critics that agree count for more.
+    The paper names this as future work, without a formula.
+    """
+    p = success_from_value(v0.double())
+    n = p.mean(0) * (1 - p.mean(0)) / p.var(0).clamp(min=1e-9) - 1  # p(1 − p)/σ² − 1
+    return n.clamp(0.3, 30)  # assumption: a tenth to ten times the paper's 3
 
 
 def accept_prob(p: Tensor, a_min: float = 0.1) -> Tensor:
@@ -112,8 +123,9 @@ class DAPS:
         self.report: dict[str, float] = {}
 
     def acceptance(self, ids: Tensor, v0: Tensor, step: int) -> Tensor:
-        """a' [M] float64 ∈ [a_min, 1] of the prompts ids [M] with values v0 [M] at this step."""
-        p = fuse(success_from_value(v0.double()), self.successes[ids], self.trials[ids], self.n_c)
+        """a' [M] float64 ∈ [a_min, 1] of the prompts ids [M] with values v0 at this step."""
+        n_c, v0 = (trials_from_spread(v0), v0.mean(0)) if v0.ndim == 2 else (self.n_c, v0)
+        p = fuse(success_from_value(v0.double()), self.successes[ids], self.trials[ids], n_c)
         w = ramp(step, self.uniform, self.ramp)
         return (1 - w) * 1 + w * accept_prob(p, self.a_min)  # assumption: ω mixes linearly with 1
 
@@ -121,14 +133,15 @@ class DAPS:
                generator: torch.Generator) -> Tensor:
         """n distinct ids out of the candidates ids [M]: as they were accepted, filled ones last.
 
-        v0 [M]: their V(s_0). step counts rollout batches, for the ramp. The CPU generator is the
-        only source of chance. The candidates may come in any order. `report` tells what was done.
+        v0 [M]: their V(s_0), or [critics, M] of an ensemble, whose spread then sets n_c. step
+        counts rollout batches, for the ramp. The CPU generator is the only source of chance. The
+        candidates may come in any order. `report` tells what was done.
         ValueError if ids repeat or are out of range, v0 has another shape or a NaN, or n > M.
         """
         ids, v0 = _numbers("ids", ids, len(self.trials)), v0.detach().cpu()
         if len(ids.unique()) != len(ids):
             raise ValueError(f"ids: expected distinct ids, found {len(ids.unique())} of {len(ids)}")
-        if v0.shape != ids.shape or v0.isnan().any():
+        if v0.shape not in (ids.shape, (len(v0), *ids.shape)) or v0.isnan().any():
             raise ValueError(f"v0: expected the shape {[*ids.shape]} of ids and no NaN, found "
                              f"{[*v0.shape]} and {v0.isnan().sum()} NaN")
         a = self.acceptance(ids, v0, step)

@@ -40,21 +40,27 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import pad as padded
 from tqdm import tqdm
 
 if TYPE_CHECKING:  # transformers' models take seconds to import
     from transformers import DynamicCache, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+
+def _expect(ok: Any, sentence: str) -> None:
+    """ValueError with this sentence unless ok."""
+    if not ok:
+        raise ValueError(sentence)
+
 
 # ---- batch ---------------------------------------------------------------------------------------
 
@@ -92,35 +98,9 @@ def response(x: Tensor, T: int) -> Tensor:
 WIDE = ("tokens", "attention", "routing")  # the fields of P+T columns; others have T or none
 
 
-def take(batch: Batch, rows: Tensor) -> Batch:
-    """The given rows (indices, or bool [B]), cut to their own longest prompt and response."""
-    S, T = batch.tokens.shape[1], batch.mask.shape[1]
-    real = batch.attention[rows].any(0)
-    first = int(real.int().argmax())  # columns before it are padding in every row taken
-    width = int(real[-T:].sum()) if T else 0
-    wide, narrow = slice(first, S - T + width), slice(width)
-    return Batch(**{
-        name: x[rows] if x.ndim == 1 else x[rows][:, wide if name in WIDE else narrow]
-        for name, x in _present(batch).items()})
-
-
-def concatenate(batches: list[Batch]) -> Batch:
-    """One batch of several: prompts padded on the left, responses on the right. [ΣB, …]"""
-    T = [b.mask.shape[1] for b in batches]
-    return Batch(**{
-        name: _below([getattr(b, name) for b in batches], T, -1 if name == "routing" else 0)
-        for name in _present(batches[0])})
-
-
-def _below(parts: list[Tensor], T: list[int], fill: float) -> Tensor:
-    """Parts [n_i, W_i, …] below each other. `fill` makes them equally wide: on the right of a part
-    with T_i response columns max(T) − T_i columns, the others on its left."""
-    if parts[0].ndim == 1:
-        return torch.cat(parts)
-    right = [max(T) - t for t in T]
-    width = max(x.shape[1] + n for x, n in zip(parts, right))
-    return torch.cat([padded(x, (0, 0) * (x.ndim - 2) + (width - x.shape[1] - n, n), value=fill)
-                      for x, n in zip(parts, right)])
+def _present(batch: Batch) -> dict[str, Tensor]:
+    """The fields that are filled, by name."""
+    return {name: x for name, x in vars(batch).items() if x is not None}
 
 
 def move(batch: Batch, device: torch.device | str) -> Batch:
@@ -128,36 +108,57 @@ def move(batch: Batch, device: torch.device | str) -> Batch:
     return Batch(**{name: x.to(device) for name, x in _present(batch).items()})
 
 
-def _present(batch: Batch) -> dict[str, Tensor]:
-    """The fields that are filled, by name."""
-    values = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    return {name: x for name, x in values.items() if x is not None}
+def take(batch: Batch, rows: Tensor) -> Batch:
+    """The given rows (indices, or bool [B]), cut to their own longest prompt and response."""
+    real, P = batch.attention[rows].any(0), batch.tokens.shape[1] - batch.mask.shape[1]
+    width = int(real[P:].sum())  # of the responses
+    wide = slice(int(real.int().argmax()), P + width)  # columns before it are padding in every row
+    return Batch(**{
+        name: x[rows] if x.ndim == 1 else x[rows][:, wide if name in WIDE else slice(width)]
+        for name, x in _present(batch).items()})
+
+
+def concatenate(batches: list[Batch]) -> Batch:
+    """One batch of several: prompts padded on the left, responses on the right. [ΣB, …]"""
+    T = [batch.mask.shape[1] for batch in batches]
+    return Batch(**{
+        name: _stack([getattr(batch, name) for batch in batches], T, -1 if name == "routing" else 0)
+        for name in _present(batches[0])})
+
+
+def _stack(parts: list[Tensor], T: list[int], fill: float) -> Tensor:
+    """Parts [n_i, W_i, …] one below another -> [Σn, P+T, …]. `fill` pads the last T_i columns of a
+    part on the right to the longest T, and those before them on the left to the longest P."""
+    if parts[0].ndim == 1:
+        return torch.cat(parts)
+    right = [max(T) - t for t in T]
+    width = max(x.shape[1] + n for x, n in zip(parts, right))
+    return torch.cat([nn.functional.pad(
+        x, (0, 0) * (x.ndim - 2) + (width - x.shape[1] - n, n), value=fill)
+        for x, n in zip(parts, right)])
 
 
 def length_groups(
     prompt: list[int], answer: list[int], token_budget: int, size: int = 1
 ) -> list[list[int]]:
-    """Row numbers in groups of similar length: (P + T) × rows ≤ token_budget for each of `size`
-    ranks. Each takes every size-th row of every group, so that all run as many passes.
-
-    prompt and answer are lengths [B]; a single row per rank may be over the budget. A group also
-    ends where padding would be over 15 % of it, unless it is a trifle. Longest first, so that a
-    lack of memory shows in the first pass and not after an hour.
+    """Lengths of prompts and answers [B] -> row numbers in groups of similar length: (P + T) × rows
+    ≤ token_budget for each of `size` ranks, or one row a rank. A rank takes every size-th row of
+    every group, so that all run as many passes. A group also ends where padding would be over 15 %
+    of it, unless it is a trifle. Longest first, so that a lack of memory shows in the first pass.
     """
     order = sorted(range(len(prompt)), key=lambda i: -(prompt[i] + answer[i]))
-    groups, group, P, T, real = [], [], 0, 0, 0
+    groups, P, T, real, budget = [], 0, 0, 0, token_budget * size
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        longest_p, longest_t = (max(x[i] for i in rows) for x in (prompt, answer))
+        p, t = (max(x[i] for i in rows) for x in (prompt, answer))
         tokens = sum(prompt[i] + answer[i] for i in rows)
-        padded = (max(P, longest_p) + max(T, longest_t)) * (len(group) + len(rows))
-        wasteful = padded - real - tokens > max(0.15 * padded, token_budget * size / 16)
-        if group and (padded > token_budget * size or wasteful):
-            groups.append(group)
-            group, P, T, real = [], 0, 0, 0
-        group, real = group + rows, real + tokens
-        P, T = max(P, longest_p), max(T, longest_t)
-    return [*groups, group] if group else groups
+        P, T, real = max(P, p), max(T, t), real + tokens
+        padded = (P + T) * (len(groups[-1]) + len(rows)) if groups else math.inf
+        if padded > budget or padded - real > max(0.15 * padded, budget / 16):
+            groups.append([])
+            P, T, real = p, t, tokens
+        groups[-1] += rows
+    return groups
 
 
 # ---- sampler -------------------------------------------------------------------------------------
@@ -171,85 +172,89 @@ def generate(
     eos_id: int | list[int], pad_id: int, generator: torch.Generator | None = None,
     max_rows: int = 256, routing: Routing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Samples one response to each prompt (lists of token ids, none empty), rows in their order.
+    """Samples a response to each prompt (token ids), max_rows at a time -> tokens [B, P+T] long,
+    attention [B, P+T] and mask [B, T] bool, logp_roll [B, T], rows in the order of prompts.
 
-    max_rows prompts at a time. Temperature 0 is greedy decoding, scored at temperature 1. `routing`
-    notes the experts that each token goes to.
-
-    Returns tokens [B, P+T] long, attention [B, P+T] bool, mask [B, T] bool, logp_roll [B, T] over
-    the full vocabulary at this temperature, 0 where mask is False: float32, or float64 for a
-    float64 model. T is the longest response sampled. A response cut at max_new_tokens keeps its
-    last token. ValueError for an empty prompt or a number out of range.
+    logp_roll is log μ over the full vocabulary at this temperature, 0 where mask is False: float32,
+    or float64 for a float64 model. Temperature 0 is greedy decoding, scored at temperature 1. T is
+    the longest response; one cut at max_new_tokens keeps its last token. `routing` notes the
+    experts of each token. ValueError for an empty prompt or a number out of range.
     """
     _check_generate(prompts, max_new_tokens, temperature, max_rows)
     device, B = next(model.parameters()).device, len(prompts)
     eos = torch.tensor(eos_id, device=device).reshape(-1)
     if generator and generator.device.type != device.type:
         generator = _child(generator, device)
-    draw = functools.partial(_draw, temperature=temperature, generator=generator)
+
+    def draw(z: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [n, V] -> token [n] and its log-prob [n]."""
+        logp = torch.log_softmax(z / (temperature or 1.0), -1)  # log μ(·|s_t)
+        token = (torch.multinomial(logp.exp(), 1, generator=generator) if temperature
+                 else logp.argmax(-1, keepdim=True))
+        return token[:, 0], logp.gather(-1, token)[:, 0]
+
     if routing:
         routing.start(B, max(map(len, prompts)) + max_new_tokens)
-    # a response that ends early counts in full: what is left of the bar is left to do
+    # a response that ends early counts as max_new_tokens, so that the bar shows what is left to do
     with tqdm(total=B * max_new_tokens, desc="sampling", unit=" tokens", unit_scale=True, delay=5,
               leave=False, disable=os.getenv("RANK", "0") != "0") as bar:
         parts = [_respond(model, prompts[i : i + max_rows], draw, eos, max_new_tokens, pad_id, bar,
                           routing, i) for i in range(0, B, max_rows)]
     out, logp_roll, length = map(torch.cat, zip(*parts))
-    T = int(length.max())
-    mask = torch.arange(T, device=device) < length[:, None]
+    out, logp_roll = (x[:, : int(length.max())] for x in (out, logp_roll))
+    mask = torch.arange(out.shape[1], device=device) < length[:, None]
     tokens, attention = left_pad(prompts, pad_id, device)
-    whole = torch.cat([tokens, out[:, :T]], 1), torch.cat([attention, mask], 1)
-    return *whole, mask, logp_roll[:, :T]
+    return torch.cat([tokens, out], 1), torch.cat([attention, mask], 1), mask, logp_roll
 
 
-def _draw(z: Tensor, *, temperature: float, generator: torch.Generator | None) -> tuple:
-    """Logits [n, V] -> token [n] and its log-prob [n], in float32 or more."""
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    logp = torch.log_softmax(z / (temperature or 1.0), -1)  # log μ(·|s_t)
-    token = (torch.multinomial(logp.exp(), 1, generator=generator) if temperature
-             else logp.argmax(-1, keepdim=True))
-    return token[:, 0], logp.gather(-1, token)[:, 0]
+def _check_generate(prompts: list[list[int]], limit: int, temperature: float, rows: int) -> None:
+    empty = [f"an empty prompt at {i}" for i, prompt in enumerate(prompts) if len(prompt) == 0]
+    _expect(len(prompts) and not empty, "prompts: expected lists of token ids, none empty; found "
+            + (empty or ["no prompt"])[0])
+    _expect(limit >= 1 <= rows,
+            f"max_new_tokens and max_rows: expected 1 or more, found {limit}, {rows}")
+    _expect(0 <= temperature < math.inf,
+            f"temperature: expected 0 (greedy) or more, found {temperature}")
 
 
 def _respond(model: nn.Module, prompts: list[list[int]], draw: Callable, eos: Tensor, limit: int,
              pad_id: int, bar: tqdm, routing: Routing | None, number: int) -> tuple:
-    """Responses to n prompts side by side, of which the first has this number -> tokens and their
-    log-probs [n, limit], lengths [n]. Rows are right-aligned: one column of the cache is `now`."""
-    row = live = torch.arange(len(prompts), device=eos.device)  # in the cache; not ended
+    """Responses to n prompts, rows number … number + n − 1 of the call, side by side -> tokens and
+    log-probs [n, limit], lengths [n]. Rows are right-aligned: all write one column of the cache."""
+    row = torch.arange(len(prompts), device=eos.device)  # in the cache
     z, seen, cache = _prefill(model, prompts, pad_id, number + row, routing)
     out = torch.full((len(row), limit), pad_id, device=eos.device)
-    logp_roll = z.new_zeros(out.shape, dtype=torch.promote_types(z.dtype, torch.float32))
-    length = torch.zeros_like(row)
+    logp_roll, length, going = z.new_zeros(out.shape), torch.zeros_like(row), row >= 0
     for t in range(limit):
-        token, logp = draw(z)
-        out[live, t], logp_roll[live, t], length[live] = token, logp, t + 1
-        before, live = len(live), live[~torch.isin(token, eos)]
-        bar.update(before * (limit - t) - len(live) * (limit - t - 1))
-        if not len(live) or t + 1 == limit:
+        live = row[going]
+        out[live, t], logp_roll[live, t] = draw(z[going])
+        length[live] = t + 1
+        going &= ~torch.isin(out[row, t], eos)
+        n = int(going.sum())
+        bar.update(len(live) * (limit - t) - n * (limit - t - 1))
+        if not n or t + 1 == limit:
             break
-        if len(row) - len(live) >= max(1, len(row) // 8):  # an eighth has ended: it is dropped
-            kept = torch.isin(row, live).nonzero()[:, 0]
-            row, seen = live, seen[kept]
-            first = int(seen.any(0).int().argmax())  # columns before it are padding in every row
-            seen = seen[:, first:]
+        if len(row) - n >= max(1, len(row) // 8):  # an eighth has ended: it is dropped
+            first = int(seen[going].any(0).int().argmax())  # columns before it are padding
+            row, seen = row[going], seen[going, first:]
             for layer in cache.layers:
-                layer.keys, layer.values = (
-                    x[kept, :, first:] for x in (layer.keys, layer.values))
-        going = torch.isin(row, live)
+                layer.keys, layer.values = (x[going, :, first:] for x in (layer.keys, layer.values))
+            going = going[going]
         seen = torch.cat([seen, going[:, None]], 1)
-        z = _forward(model, out[row, t][:, None], seen, cache, number + row, routing)[going]
+        z = _forward(model, out[row, t][:, None], seen, cache, number + row, routing)
     return out, logp_roll, length
 
 
 def _forward(model: nn.Module, tokens: Tensor, seen: Tensor, cache: DynamicCache, row: Tensor,
              routing: Routing | None) -> Tensor:
-    """tokens [n, m], the last columns of attention seen [n, W] -> logits [n, V] after the last."""
+    """tokens [n, m], the last columns of attention seen [n, W] -> logits [n, V] after the last, in
+    float32 or more."""
     where = positions(seen)[:, -tokens.shape[1] :]
     z = model(input_ids=tokens, attention_mask=seen.long(), position_ids=where, use_cache=True,
-              logits_to_keep=1, **{_cache_name(type(model)): cache}).logits
+              logits_to_keep=1, **{_cache_name(type(model)): cache}).logits[:, -1]
     if routing:
         routing.note(row, where, seen[:, -tokens.shape[1] :])
-    return z[:, -1]
+    return z.to(torch.promote_types(z.dtype, torch.float32))
 
 
 @functools.cache
@@ -261,87 +266,56 @@ def _cache_name(model: type) -> str:
 
 def _prefill(model: nn.Module, prompts: list[list[int]], pad_id: int, row: Tensor,
              routing: Routing | None) -> tuple[Tensor, Tensor, DynamicCache]:
-    """Logits [n, V] after n prompts, their attention [n, W] and cache.
-
-    A beginning that prompts share (K rollouts of a prompt, a critic's states of one response) is
-    computed once, and each feeds its last TAIL tokens alone, where that saves half of the tokens.
-    """
+    """Logits [n, V] after n prompts, their attention [n, W] and cache. If it saves half of the
+    tokens, a beginning that prompts share (K rollouts of a prompt, a critic's states of a response)
+    is computed once; then each prompt feeds its last TAIL tokens."""
     from transformers import DynamicCache
     source, lengths = begins_alike(prompts), [len(prompt) for prompt in prompts]
     once = sorted(set(source))
-    fed = sum(lengths[i] for i in once) + TAIL * len(prompts)
-    alike = not routing and 2 * fed <= sum(lengths)
-    whole = [prompts[i] for i in once] if alike else prompts
-    (tokens, seen), cache = left_pad(whole, pad_id, row.device), DynamicCache()
-    z = _forward(model, tokens, seen, cache, row, routing)
-    if not alike:
+    if routing or 2 * (sum(lengths[i] for i in once) + TAIL * len(source)) > sum(lengths):
+        once = range(len(source))
+    tokens, seen = left_pad([prompts[i] for i in once], pad_id, row.device)
+    z = _forward(model, tokens, seen, cache := DynamicCache(), row, routing)
+    if len(once) == len(source):
         return z, seen, cache
-    at = row.new_tensor([once.index(j) for j in source])
+    at = row.new_tensor([once.index(i) for i in source])
     copied = row.new_tensor([max(n - TAIL, 0) for n in lengths])[:, None]
     first = (~seen).sum(1, keepdim=True)[at]  # column of the source's first token
     columns = torch.arange(-int(copied.max()), 0, device=row.device) + copied + first
-    tails = DynamicCache()
-    for i, layer in enumerate(cache.layers):  # right-aligned; columns before `first` are masked
-        tails.update(*(x[at].take_along_dim(columns.clamp_min(0)[:, None, :, None], 2)
-                       for x in (layer.keys, layer.values)), i)
+    for layer in cache.layers:  # right-aligned; columns before `first` are masked
+        layer.keys, layer.values = (x[at].take_along_dim(columns.clamp_min(0)[:, None, :, None], 2)
+                                    for x in (layer.keys, layer.values))
     tokens, real = left_pad([prompt[-TAIL:] for prompt in prompts], pad_id, row.device)
     seen = torch.cat([columns >= first, real], 1)
-    return _forward(model, tokens, seen, tails, row, routing), seen, tails
+    return _forward(model, tokens, seen, cache, row, routing), seen, cache
 
 
 def begins_alike(prompts: list[list[int]]) -> list[int]:
     """source[i] is a prompt, as long or longer, that begins with all tokens of prompt i but its
     last TAIL, so that i can use its cache; or i itself. source[source[i]] is source[i]."""
-    seen, source = {}, list(range(len(prompts)))  # seen: hash of a beginning -> whose it is
+    source, whole = list(range(len(prompts))), []
     for i in sorted(source, key=lambda i: -len(prompts[i])):
-        at = list(accumulate(prompts[i], lambda h, token: hash((h, token)), initial=0))
-        n = len(prompts[i]) - TAIL
-        j = seen.get(at[n]) if n > 0 else None
-        if j is not None and prompts[j][:n] == prompts[i][:n]:
-            source[i] = j
-        else:
-            seen |= dict.fromkeys(at, i)
+        n = len(prompts[i]) - TAIL  # comparing the last token first is fast: it tells most apart
+        alike = (j for j in reversed(whole) if n > 0 and prompts[j][n - 1] == prompts[i][n - 1]
+                 and prompts[j][:n] == prompts[i][:n])
+        source[i] = next(alike, i)
+        whole += [i] if source[i] == i else []
     return source
-
-
-def left_pad(rows: list[list[int]], pad_id: int, device: torch.device | str
-             ) -> tuple[Tensor, Tensor]:
-    """Lists of ids -> tokens [B, P] and attention [B, P]."""
-    P = max(map(len, rows))
-    tokens = torch.tensor([[pad_id] * (P - len(row)) + list(row) for row in rows], device=device)
-    before = torch.tensor([P - len(row) for row in rows], device=device)
-    return tokens, torch.arange(P, device=device) >= before[:, None]
-
-
-def _check_generate(
-    prompts: list[list[int]], max_new_tokens: int, temperature: float, max_rows: int
-) -> None:
-    empty = [i for i, prompt in enumerate(prompts) if len(prompt) == 0]
-    if not len(prompts) or empty:
-        raise ValueError("prompts: expected lists of token ids, none empty; found "
-                         + (f"an empty prompt at {empty[0]}" if empty else "no prompt"))
-    if max_new_tokens < 1 or max_rows < 1:
-        raise ValueError("max_new_tokens and max_rows: expected 1 or more, "
-                         f"found {max_new_tokens}, {max_rows}")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature: expected 0 (greedy) or more, found {temperature}")
 
 
 class Routing:
     """R3 (Ma et al. 2025, 2510.11370): the expert choices of a mixture-of-experts model, noted
-    while it samples and replayed in the trainer's forward pass. Gate weights are computed anew from
-    the trainer's router, so its gradient is kept. Without R3 a token near a tie goes to other
-    experts in the trainer than in the sampler, and ρ jumps.
-
-    For routers that return (logits, scores, indices) with scores = softmax(logits) of the chosen,
-    made to sum to one or not: Qwen3-MoE, Mixtral and their like in transformers.
+    while it samples and replayed in the trainer's forward pass. Without R3 a token near a tie goes
+    to other experts in the trainer, and ρ jumps. The trainer's router computes the gate weights
+    anew, so it keeps its gradient. It must return (logits, scores, indices) with scores =
+    softmax(logits) of the chosen, made to sum to one or not: Qwen3-MoE, Mixtral and their like.
+    ValueError for a model without such a router.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-        if not self.routers:
-            raise ValueError("--router-replay: expected a model with top-k routers, found none in "
-                             f"{type(model).__name__}")
+        _expect(self.routers, "--router-replay: expected a model with top-k routers, found none in "
+                f"{type(model).__name__}")
         self.seen, self.replay = [], None
         for layer, router in enumerate(self.routers):
             router.register_forward_hook(lambda *call, layer=layer: self._hook(layer, *call))
@@ -354,9 +328,8 @@ class Routing:
 
     def note(self, row: Tensor, position: Tensor, real: Tensor) -> None:
         """The choices of the forward pass just done: row [n], position and real [n, m]."""
-        n, m = position.shape
-        choice = torch.stack(self.seen).view(len(self.routers), n, m, -1).permute(1, 2, 0, 3)
-        self.choice[row[:, None].expand(n, m)[real], position[real]] = choice[real].to(torch.int16)
+        choice = torch.stack(self.seen, 1).unflatten(0, position.shape)  # [n, m, L, k]
+        self.choice[row[:, None].expand_as(real)[real], position[real]] = choice[real].short()
         self.seen = []
 
     def columns(self, attention: Tensor) -> Tensor:
@@ -382,27 +355,24 @@ def generate_batch(
     eos_id: int | list[int], pad_id: int, generator: torch.Generator | None = None,
     max_rows: int = 256,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same as `generate` by transformers' continuous batching: a paged cache, prompts and
-    responses in one pass. For GPUs where `generate` is the bottleneck. RuntimeError if a request
-    fails."""
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig as Paging
-    from transformers.generation.configuration_utils import GenerationConfig
+    """The same as `generate` by transformers' continuous batching (a paged cache), for GPUs where
+    `generate` is the bottleneck. RuntimeError if a request fails."""
+    from transformers.generation import configuration_utils as configs
     _check_generate(prompts, max_new_tokens, temperature, max_rows)
-    device = next(model.parameters()).device
-    sampling = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=temperature > 0, temperature=temperature or 1.0,
-        top_k=0, top_p=1.0, eos_token_id=eos_id, pad_token_id=pad_id)
-    width = max(map(len, prompts)) + max_new_tokens
-    # a GPU's memory is measured and filled; of a CPU's no more than the rows need is taken, in
-    # pages of the default size
+    device, width = next(model.parameters()).device, max(map(len, prompts)) + max_new_tokens
+    # transformers fills a GPU's memory; on a CPU this takes what the rows need, in its usual pages
     room = {} if device.type == "cuda" else {
         "num_blocks": max_rows * (width // 256 + 1), "max_batch_tokens": max(width, 1024)}
     seed = generator and int(torch.randint(2**31, (), generator=generator, device=generator.device))
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    paging = Paging(return_logprobs=True, max_requests_per_batch=max_rows, seed=seed, **room)
     try:
         done = model.generate_batch(
-            prompts, generation_config=sampling, continuous_batching_config=paging)
+            prompts,
+            generation_config=configs.GenerationConfig(
+                max_new_tokens=max_new_tokens, do_sample=temperature > 0, top_k=0, top_p=1.0,
+                temperature=temperature or 1.0, eos_token_id=eos_id, pad_token_id=pad_id),
+            continuous_batching_config=configs.ContinuousBatchingConfig(
+                return_logprobs=True, max_requests_per_batch=max_rows, seed=seed, **room))
     except MemoryError as error:  # older versions see no memory on a CPU without psutil
         raise RuntimeError(f"generate_batch: {error}; on a CPU a newer transformers, or the "
                            "package psutil, may help") from None
@@ -411,20 +381,26 @@ def generate_batch(
     if failed or len(replies) < len(prompts):
         raise RuntimeError(f"generate_batch: expected {len(prompts)} responses, found "
                            f"{len(replies) - len(failed)}; {failed[:1]}")
-    ids = [list(reply.generated_tokens) for reply in replies]
-    logp = [list(reply.logprobs[: len(x)]) for reply, x in zip(replies, ids)]
-    return pad_responses(prompts, ids, logp, pad_id, device)
+    return pad_responses(prompts, [list(reply.generated_tokens) for reply in replies],
+                         [reply.logprobs[: len(reply.generated_tokens)] for reply in replies],
+                         pad_id, device)
 
 
 def pad_responses(
     prompts: list[list[int]], ids: list[list[int]], logp: list[list[float]], pad_id: int,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Another engine's replies as the four tensors of `generate`: ids and log-probs of each
-    response, its end-of-sequence token included."""
+    """Another engine's responses as the four tensors of `generate`: the ids and log-probs of each,
+    its end-of-sequence token included."""
     rows = [(np.array([*prompt, *x]), np.ones(len(prompt) + len(x), bool), np.ones(len(x), bool),
              np.array(numbers, np.float32)) for prompt, x, numbers in zip(prompts, ids, logp)]
     return tuple(x.to(device) for x in _columns(rows, pad_id))
+
+
+def left_pad(
+    rows: list[list[int]], pad_id: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Lists of ids -> tokens [B, P] and attention [B, P]."""
+    return pad_responses(rows, [()] * len(rows), [()] * len(rows), pad_id, device)[:2]
 
 
 SAMPLERS = {"generate": generate, "generate_batch": generate_batch}
@@ -437,17 +413,16 @@ def over_ranks(
 ) -> list:
     """One result per item, in the order of items, the same list on every rank.
 
-    Each rank calls work(items[rank::size], own_generator), which returns a list of one result per
-    item of this share; a rank without an item does not call it. All ranks pass the same items and a
-    generator in the same state. Without torch.distributed there is one rank.
+    Each rank calls work(items[rank::size], own_generator), unless that share is empty, for a list
+    of one result per item. All ranks pass the same items and a generator in the same state. Without
+    torch.distributed there is one rank. ValueError if another rank's list has a wrong length.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     rng, share = _child(generator, rank=rank), items[rank::size]
     part = work(share, rng) if len(share) else []
-    if size == 1:
-        return part
-    parts, results = [None] * size, [None] * len(items)
-    dist.all_gather_object(parts, part)
+    parts, results = [part] * size, [None] * len(items)
+    if size > 1:
+        dist.all_gather_object(parts, part)
     for i in range(size):
         results[i::size] = parts[i]
     return results
@@ -463,8 +438,8 @@ def _child(generator: torch.Generator | None, device: torch.device | None = None
 
 
 def shared(sampler: Callable) -> Callable:
-    """A sampler with the signature of `generate` of which each rank samples a share of the prompts.
-    It returns the four tensors for all prompts, in their order, on every rank."""
+    """A sampler like `generate` that shares the prompts out over the ranks and returns the four
+    tensors for all prompts, in their order, on every rank."""
     def sample(model: nn.Module, prompts: list[list[int]], *, pad_id: int,
                generator: torch.Generator | None = None, **limits: Any) -> tuple[Tensor, ...]:
         """The sampler's four tensors of all prompts."""
@@ -482,7 +457,7 @@ def _rows(*columns: Tensor) -> list[tuple]:
 def _columns(rows: list[tuple], pad_id: int) -> list[Tensor]:
     """Rows (tokens, attention, mask, logp, reward, routing) of several widths -> tensors [B, …]."""
     T, fills = [len(row[2]) for row in rows], (pad_id, 0, 0, 0, 0, -1)
-    return [_below([torch.from_numpy(np.asarray(x)[None]) for x in column], T, fill)
+    return [_stack([torch.from_numpy(np.asarray(x)[None]) for x in column], T, fill)
             for column, fill in zip(zip(*rows), fills)]
 
 
@@ -493,12 +468,11 @@ def collect(
 ) -> Batch:
     """Samples a response to each prompt (token ids, length B) and verifies it -> Batch.
 
-    sample(prompts, generator=…) returns the four tensors of `generate`. Ranks share the work, and
-    every rank gets the whole batch, in the order of prompts, on the device of prompt_id [B] long.
-    The verifier gets the text without special tokens and the answer (any object), and returns ±1.
-    A response without an end-of-sequence token is a failure, whatever the verifier says. `routing`
-    is the one that `sample` notes the experts' choices in. ValueError if `sample` gives no token
-    for a prompt.
+    sample(prompts, generator=…) returns the four tensors of `generate`, and notes the experts'
+    choices in `routing`. Ranks share the work, and every rank gets the whole batch, in the order of
+    prompts, on the device of prompt_id [B] long. verifier(text, answer) gets the text without
+    special tokens and any object as answer, and returns ±1; a response without an end-of-sequence
+    token fails whatever it says. ValueError if `sample` gives no token for a prompt.
     """
     def work(share: range, rng: torch.Generator) -> list[tuple]:
         """Rows of the prompts with these numbers."""
@@ -509,10 +483,10 @@ def collect(
         return _rows(tokens, attention, mask, logp, reward, *noted)
 
     rows = over_ranks(work, range(len(prompts)), generator)
-    empty = [i for i, row in enumerate(rows) if not row[2].any()]
-    if empty or len(rows) != len(prompts):
-        raise ValueError(f"sampler: expected a response to each of {len(prompts)} prompts, found "
-                         + (f"no token for prompt {empty[0]}" if empty else f"{len(rows)}"))
+    empty = [f"no token for prompt {i}" for i, row in enumerate(rows) if not row[2].any()]
+    _expect(not empty and len(rows) == len(prompts),
+            f"sampler: expected a response to each of {len(prompts)} prompts, found "
+            + (empty or [f"{len(rows)}"])[0])
     tokens, attention, mask, logp, reward, *noted = _columns(rows, tokenizer.pad_token_id)
     last = tokens[:, -mask.shape[1] :].gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
     truncated = ~torch.isin(last, torch.tensor(eos_id))
@@ -550,11 +524,10 @@ class Problem:
 def load_problems(path: str) -> list[Problem]:
     """Reads JSONL as GSM8K, MATH, AIME, DAPO-Math and verl write it; blank lines are skipped.
 
-    The first key present counts: prompt | problem | question, and reward_model.ground_truth |
-    answer | solution. Of an answer: its last box, else what follows '####' (GSM8K), else all of
-    it; of a solution: its last box. A list of one answer, also as text ('["76"]'), is that answer.
-    ValueError with the number of the line that does not fit: several alternatives, NaN, an answer
-    that is wrong in a box.
+    The first of PROMPT_KEYS and of ANSWER_KEYS that is present counts. Of an answer: its last box,
+    else what follows '####' (GSM8K), else all of it; of a solution: its last box. A list of one
+    answer, also as text ('["76"]'), is that answer. ValueError with the number of the line that
+    does not fit: several alternatives, NaN, an answer that is wrong in a box.
     """
     problems = []
     with open(path, "rb") as file:
@@ -564,42 +537,34 @@ def load_problems(path: str) -> list[Problem]:
                     problems.append(_read_problem(text))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
-    if not problems:
-        raise ValueError(f"{path}: expected one JSON object per line, found no line with one")
+    _expect(problems, f"{path}: expected one JSON object per line, found no line with one")
     return problems
 
 
 def _read_problem(text: str) -> Problem:
-    if text.startswith("["):
-        raise ValueError("expected JSONL, one JSON object per line, found a JSON list")
+    _expect(text[0] != "[", "expected JSONL, one JSON object per line, found a JSON list")
     try:
         row = json.loads(text, parse_float=Decimal)  # a float would lose digits: 4.5e33
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", error)
         raise ValueError(f"expected a JSON object, found broken JSON ({reason})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {text:.40}")
+    _expect(isinstance(row, dict), f"expected a JSON object, found {text:.40}")
     nested = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
     row |= {f"reward_model.{key}": value for key, value in nested.items()}
     picked = []
     for keys in (PROMPT_KEYS, ANSWER_KEYS):
-        picked += [key for key in keys if row.get(key) is not None][:1]
-        if not picked or picked[-1] not in keys:
-            present = ", ".join(row) or "none"
-            raise ValueError(f"expected one of the keys {', '.join(keys)}; found {present}")
-    level = row.get("level", row.get("difficulty", ""))
-    prompt, answer = (row[key] for key in picked)
-    return Problem(_checked_prompt(picked[0], prompt), _gold(picked[1], answer), str(level))
-
-
-def _checked_prompt(key: str, prompt: Any) -> str | list[dict]:
+        present = [(key, row[key]) for key in keys if row.get(key) is not None]
+        _expect(present, f"expected one of the keys {', '.join(keys)}; found "
+                + (", ".join(row) or "none"))
+        picked.append(present[0])
+    (key, prompt), answer = picked
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     texts = [m.get(field) for m in messages if isinstance(m, dict) for field in ("role", "content")]
     complete = len(texts) == 2 * len(messages) and all(isinstance(text, str) for text in texts)
-    if not complete or texts[-2:-1] != ["user"] or not texts[-1].strip():
-        raise ValueError(f"{key}: expected a text, or chat messages (role, content) that end with "
-                         f"the user's, not empty; found {prompt!r:.40}")
-    return prompt
+    _expect(complete and texts[-2:-1] == ["user"] and texts[-1].strip(),
+            f"{key}: expected a text, or chat messages (role, content) that end with the user's, "
+            f"not empty; found {prompt!r:.40}")
+    return Problem(prompt, _gold(*answer), str(row.get("level", row.get("difficulty", ""))))
 
 
 def _gold(key: str, answer: Any) -> str:
@@ -612,36 +577,31 @@ def _gold(key: str, answer: Any) -> str:
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     vast = isinstance(answer, Decimal) and abs(answer.adjusted()) > MAX_CHARS - 50
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, Decimal)) or vast:
-        raise ValueError(f"{key}: expected a text or a number, or a list of one; "
-                         f"found {str(answer):.40}")
+    _expect(type(answer) in (str, int, Decimal) and not vast, f"{key}: expected a text or a number,"
+            f" or a list of one; found {str(answer):.40}")
     answer = f"{answer:f}" if isinstance(answer, Decimal) else str(answer)
     boxed = extract_boxed(answer)
-    if key == "solution" and boxed is None:
-        raise ValueError(r"solution: expected a closed \boxed{…} in it, found none")
+    _expect(key != "solution" or boxed is not None,
+            r"solution: expected a closed \boxed{…} in it, found none")
     answer = answer.rpartition("####")[2].strip(" \t\r\n") if boxed is None else boxed
     line = " ".join(answer.split())
-    if NO_ANSWER.search(answer) or math_reward(rf"\boxed{{{line}}}", line) < 0:
-        raise ValueError(f"{key}: expected an answer that a reply can give, found {answer!r:.60}")
+    _expect(not NO_ANSWER.search(answer) and math_reward(rf"\boxed{{{line}}}", line) > 0,
+            f"{key}: expected an answer that a reply can give, found {answer!r:.60}")
     return line
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, instruction: str = ""
                   ) -> list[int]:
     r"""Token ids by the chat template, up to where the reply starts; without one, of plain text.
-
-    instruction is added to the user's last message on a line of its own, for example
-    "Please reason step by step, and put your final answer within \boxed{}."
-    """
-    chat = problem.prompt
-    if isinstance(chat, str):
-        chat = [{"role": "user", "content": chat}]
+    The instruction, such as "Put your final answer within \boxed{}.", is added to the user's last
+    message on a line of its own."""
+    text = isinstance(problem.prompt, str)
+    chat = [{"role": "user", "content": problem.prompt}] if text else problem.prompt
     if instruction:
         chat = [*chat[:-1], {"role": "user", "content": chat[-1]["content"] + "\n" + instruction}]
-    if tokenizer.chat_template:
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    else:
-        ids = tokenizer("\n\n".join(message["content"] for message in chat)).input_ids
+    ids = (tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+           if tokenizer.chat_template else
+           tokenizer("\n\n".join(message["content"] for message in chat)).input_ids)
     while ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers append it to every text
         ids = ids[:-1]
     return ids
@@ -651,32 +611,28 @@ def load_data(data: str, eval_data: str, n_eval: int) -> tuple[list[Problem], li
     """Problems to train on and at most n_eval held out; no prompt of `data` is in both or twice.
 
     Without data the embedded task's. Without eval_data a tenth of `data` at most is held out.
-    Prints how many answers of `data` have which form, for example `number 812 · text 3`.
+    Prints how many answers of `data` have which form. ValueError for fewer than 2 to train on.
     """
-    shuffled = random.Random(0).shuffle  # which part is held out does not depend on --seed
+    shuffle = random.Random(0).shuffle  # which part is held out does not depend on --seed
     if not data:
         train, held_out = task_problems(), task_problems(held_out=True)
     else:
         rows = load_problems(data)
         forms = Counter(answer_form(p.answer) for p in rows)
         print("answers: " + " · ".join(f"{form} {n}" for form, n in forms.most_common()))
-        train = list({json.dumps(p.prompt): p for p in rows}.values())
+        shuffle(train := list({json.dumps(p.prompt): p for p in rows}.values()))
         if len(train) < len(rows):
             print(f"left out {len(rows) - len(train)} of {len(rows)} problems: "
                   "prompts that stand there twice")
-        shuffled(train)
         n = 0 if eval_data else min(n_eval, len(train) // 10 or len(train) // 2)
         held_out, train = train[:n], train[n:]
     if eval_data:
-        held_out = load_problems(eval_data)
-        shuffled(held_out)
-        there = {json.dumps(p.prompt) for p in held_out}
-        kept = [p for p in train if json.dumps(p.prompt) not in there]
-        if len(kept) < len(train):
-            print(f"left out {len(train) - len(kept)} problems of --data that stand in --eval-data")
-        train = kept
-    if len(train) < 2:
-        raise ValueError(f"--data: expected 2 or more problems to train on, found {len(train)}")
+        shuffle(held_out := load_problems(eval_data))
+        there, n = {json.dumps(p.prompt) for p in held_out}, len(train)
+        train = [p for p in train if json.dumps(p.prompt) not in there]
+        if len(train) < n:
+            print(f"left out {n - len(train)} problems of --data that stand in --eval-data")
+    _expect(len(train) > 1, f"--data: expected 2 or more problems to train on, found {len(train)}")
     return train, held_out[:n_eval]
 
 
@@ -684,23 +640,22 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, problems: list[Problem], *, max_prompt: int,
     long_prompts: str, instruction: str,
 ) -> tuple[list[Problem], list[list[int]]]:
-    """Problems whose prompt has 1 … max_prompt tokens, and their ids; with long_prompts "stop", or
-    if none fits, a longer one is a ValueError."""
+    """Problems whose prompt has 1 … max_prompt tokens, and their ids. ValueError for a longer one
+    with long_prompts "stop", or if none fits."""
     try:
-        ids = [encode_prompt(tokenizer, p, instruction=instruction)
-               for p in tqdm(problems, desc="tokens of the prompts", delay=5, leave=False)]
+        pairs = [(p, encode_prompt(tokenizer, p, instruction=instruction))
+                 for p in tqdm(problems, desc="tokens of the prompts", delay=5, leave=False)]
     except Exception as error:  # a chat template is code of the tokenizer's author
         raise ValueError("--data: expected prompts that the tokenizer's chat template takes, found "
                          f"{type(error).__name__}: {error}") from error
-    fits = [0 < len(x) <= max_prompt for x in ids]
-    too_long = len(fits) - sum(fits)
-    if too_long and (long_prompts == "stop" or not any(fits)):
-        raise ValueError(f"--max-prompt: expected prompts of at most {max_prompt} tokens, "
-                         f"found {too_long} of {len(fits)} that are longer (or empty), the longest "
-                         f"{max(map(len, ids))}; --long-prompts skip leaves them out")
-    if too_long:
-        print(f"skipped {too_long} of {len(fits)} prompts: over --max-prompt {max_prompt}")
-    return ([p for p, ok in zip(problems, fits) if ok], [x for x, ok in zip(ids, fits) if ok])
+    fit = [(p, ids) for p, ids in pairs if 0 < len(ids) <= max_prompt]
+    if len(fit) < len(pairs):
+        left_out = f"{len(pairs) - len(fit)} of {len(pairs)}"
+        _expect(fit and long_prompts != "stop", f"--max-prompt: expected prompts of at most "
+                f"{max_prompt} tokens, found {left_out} that are longer (or empty), the longest "
+                f"{max(len(ids) for _, ids in pairs)}; --long-prompts skip leaves them out")
+        print(f"skipped {left_out} prompts: over --max-prompt {max_prompt}")
+    return [p for p, _ in fit], [ids for _, ids in fit]
 
 
 # ---- verifiers -----------------------------------------------------------------------------------
@@ -713,9 +668,7 @@ BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(-?\d[\d.,/]*))|\\.|[{}]
 
 def extract_boxed(text: str) -> str | None:
     r"""Content of the last \boxed{…} or \fbox{…} that is closed (or `\boxed 5`), None without one.
-
-    Braces nest, \{ and \} are no braces, and of two boxes in each other the inner one is the last.
-    """
+    Braces nest, \{ and \} are no braces, and a box inside another counts as the last."""
     starts, last = [], (-1, -1)  # per open brace: where the content of its box starts, or −1
     for token in BOX_OR_BRACE.finditer(text):
         if token[1]:
@@ -727,7 +680,7 @@ def extract_boxed(text: str) -> str | None:
     return text[slice(*last)].strip(" \t\r\n") if last[0] >= 0 else None
 
 
-# What is respelled or dropped. These lists are closed: whatever is not here is part of an answer.
+# These closed lists say what is respelled or dropped. Everything else is part of an answer.
 SPELLING = {old: new for new, olds in {  # of LaTeX's tokens
     "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \textstyle \!",
     " ": r"\, \; \: \( \) \[ \] \quad \qquad ~ $", "-": "− –", "*": r"\cdot \times × · ⋅",
@@ -742,28 +695,47 @@ UNITS = {word + s: words.split()[0] for words in (  # ~: only in a text style
     "mg", "pound lb", "ounce oz", "liter litre ~L", "mL ml", "second ~s", "minute min",
     "hour hr ~h", "day", "week", "month", "year") for word in words.split() for s in ("", "s")}
 MAGNITUDES = {"": 0, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-STYLE = (r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|emph)\s*"
-         r"\{((?:[^{}]|\^\{\w\})*)\}")
-RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
-TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\*\*|.|\\", re.S)
-WORD = "|".join(sorted(map(re.escape, UNITS), key=len, reverse=True))
 MANY = "|".join(filter(None, MAGNITUDES))
+WORD = "|".join(sorted(map(re.escape, UNITS), key=len, reverse=True))
 UNIT = re.compile(  # 5 square cm, 5 cm^2, 5 km/h, 5 m/s^2
     rf"(.*?(?:[\d}})!]|\\pi|{MANY})) ?(square|sq\.?|cubic)?({WORD})(?:\^\{{([23])\}})?"
     rf"(?:(?:/|per)({WORD}|[sh])(\^\{{2\}})?)?", re.S)
+TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\*\*|.|\\", re.S)
 NAME = re.compile(  # x = …, x_1 = …, f(x) = …, (x, y) = …, \theta = …, x \in …
     r"((?:(?:[a-zA-Z]|\\[a-zA-Z]+)'*(?:_\{\w+\})?(?:\^\{-1\})?(?:\([a-zA-Z](?:,[a-zA-Z])*\))?"
     r"|\([a-zA-Z](?:,[a-zA-Z])+\))(?:=|\\in(?![a-zA-Z]) ?))(.+)", re.S)
-MATRIX = re.compile(
-    r"\\begin\{(\w+)\}(?:\{[clr|]*\})?((?:(?!\\begin|\\end).)*)\\end\{\1\}", re.S)
+MATRIX = re.compile(r"(?s)\\begin\{(\w+)\}(?:\{[clr|]*\})?((?:(?!\\begin|\\end).)*)\\end\{\1\}")
 PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z]) ?")
+RELATION = re.compile(r"[<>]|\\(?:[lgn]e|in)(?![a-zA-Z])")
 OPENING = {"(": ")", "[": ")", "{": "}", r"\{": r"\}", r"\langle": r"\rangle"}
-CLOSING = {")": ")", "]": ")", "}": "}", r"\}": r"\}", r"\rangle": r"\rangle"}
+CLOSING = {x: x for x in OPENING.values()} | {"]": ")"}
 REAL = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?"
-NUMBER = re.compile(
-    rf"([-+]?)(?:({REAL})(?:/({REAL}))?|(\d*) ?\\frac\{{([-+]?{REAL})\}}\{{([-+]?{REAL})\}})(%?)",
-    re.ASCII)
-RESPELL = [(re.compile(old, re.ASCII), new) for old, new in (
+NUMBER = re.compile(rf"(?a)([-+]?)(?:({REAL})(?:/({REAL}))?|"
+                    rf"(\d*) ?\\frac\{{([-+]?{REAL})\}}\{{([-+]?{REAL})\}})(%?)")
+RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+STYLE = (r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|emph)\s*"
+         r"\{((?:[^{}]|\^\{\w\})*)\}", r" \1 ")
+PLAIN = [(re.compile(old), new) for old, new in (  # the markup of a whole answer, in this order
+    (r"\\(?:left|right)\s*\.", ""),  # an invisible bracket
+    (r"^([^$\\]*)\$([^$]*)$", r"\1\\$\2"),  # a dollar; two of them are math
+    (r"(?a)(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3}(?!\d|/))", ""),  # 1{,}000
+    (r"(?s)^\s*<(.*)>\s*$", r"\\langle \1\\rangle"),  # a vector
+    (TOKEN, lambda m: SPELLING.get(m[0], m[0])),
+    ("[⁻⁰¹²³⁴-⁹]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
+    (r"([\^_])\s*(?:\{\s*(\w)\s*\}|(-?\d+|[a-zA-Z]))", r"\1{\2\3}"),  # x^2
+    (r"\^\s*(?:\{\s*°\s*\}|°)", "°"),  # 30^\circ; below: 5\text{m} is a unit, 5m is not
+    (r"((?:[\d})]|\\pi)\s*\\(?:text|mathrm)\{\s*)([mgshL])(?=[\s}^/])", r"\1~\2"),
+    *[STYLE] * 9,  # styles in each other
+    (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])",  # a list, unless it joins relations
+     lambda m: m[0] if RELATION.search(m.string) else ", "),
+    (r"(?<![a-zA-Z\\])(?:[A-Z][a-z]{2,}|No)(?![a-zA-Z])", lambda m: m[0].lower()),  # Yes
+    (r"(?a)(?<![\d.,])[1-9]\d{0,2}(?:(?: \d{3})+|(?:,\d{3})+(?![^()\[\]]*(?:[)\]]|\\\})))"
+     r"(?!\d|,\d| ?/)", lambda m: re.sub("[ ,]", "", m[0])),  # 1 234, 1,234; (1,234) has two
+    (r"(?<!\.)\.\s*$", ""),
+    (r"\s+", " "),
+    (r"(\\[a-zA-Z]+ (?=[a-zA-Z])|(?<=\d) (?=\d))| ", r"\1"),  # \pi x and 1 1/2 need theirs
+)]
+RESPELL = [(re.compile(old, re.ASCII), new) for old, new in (  # of a single value
     (r"(?<=\d)[*x]10\^\{([-+]?\d{1,3})\}(?!\w)", r"e\1"),  # 3.5*10^{4} -> 3.5e4
     (r"(?<![\w.}])10\^\{([-+]?\d{1,3})\}(?!\w)", r"1e\1"),
     (r"\\(frac|sqrt) ?(\\pi|[\da-zA-Z])", r"\\\1{\2}"),  # \sqrt2 -> \sqrt{2}
@@ -782,19 +754,25 @@ def canonical(text: str, *, names: bool = False, units: bool = False) -> str:
     A number is an exact fraction: 0.5, 50/100, \frac12, 5 \times 10^{-1}, 5e-1 and 50\% are 1/2,
     1 1/2 is 3/2, 1,234 is 1234, 5 million is 5000000. Entry by entry: tuples, intervals, matrices
     (order and brackets count; a pmatrix is a bmatrix), \{sets\} and lists (comma, semicolon, and,
-    or; \pm is a list of two; order does not count), unions.
-
-    Dropped are: spaces, $, \left, \right, \big, \displaystyle; text styles (STYLE) around a text;
-    thousands separators; brackets around the whole of one answer, (C) is C; one full stop at the
-    end; a word's capital; a name before `=` or `\in` unless `names`; a unit of UNITS, $ and ° among
-    them, after a number unless `units`. SPELLING has what is written otherwise. Nothing else goes:
-    letters, other words, percent, i, inequalities, a.m. are part of the answer.
+    or; \pm is a list of two; order does not count), unions. It drops spaces, markup, text styles
+    (STYLE), thousands separators; brackets around the whole of one answer, (C) is C; one full stop
+    at the end; a word's capital; a name before `=` or `\in` unless `names`; a unit of UNITS after a
+    number unless `units`. Nothing else goes: letters, other words, percent, i, inequalities, a.m.
+    are part of the answer.
     """
     if len(text) > MAX_CHARS:
         return text
-    form, text = functools.partial(_form, names=names, units=units), _plain(text)
-    for _ in range(3):  # a matrix of matrices
-        text = MATRIX.sub(functools.partial(_matrix, form=form), text)
+    form = functools.partial(_form, names=names, units=units)
+
+    def matrix(match: re.Match) -> str:
+        r"""\begin{pmatrix} 1 & 2 \\ 3 & 4 \\ \end{pmatrix} -> \matrix{1&2\\3&4}"""
+        rows = re.split(r"\\\\(?:\[[-\d.]+[a-z]{2}\])?", match[2])
+        rows = [_split(x, "&", ",") or x.split("&") for x in (rows if rows[-1] else rows[:-1])]
+        kind = "matrix" if match[1] in ("pmatrix", "bmatrix") else match[1]
+        return rf"\{kind}{{" + r"\\".join("&".join(map(form, row)) for row in rows) + "}"
+
+    for old, new in [*PLAIN, *[(MATRIX, matrix)] * 3]:  # a matrix of matrices
+        text = old.sub(new, text)
     return form(text)
 
 
@@ -805,38 +783,6 @@ def same_answer(one: str, other: str) -> bool:
     return canonical(other) == bare and all(
         len({canonical(text, **kept) for text in (one, other)} - {bare}) < 2
         for kept in ({"names": True}, {"units": True}))
-
-
-def _plain(text: str) -> str:
-    """Without the markup that is dropped; `and` and `or` are commas unless they join relations."""
-    text = re.sub(r"\\(?:left|right)\s*\.", "", text)
-    text = re.sub(r"^([^$\\]*)\$([^$]*)$", r"\1\\$\2", text)  # a dollar; two of them are math
-    text = re.sub(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3}(?!\d|/))", "", text, flags=re.A)  # 1{,}000
-    text = re.sub(r"^\s*<(.*)>\s*$", r"\\langle \1\\rangle", text, flags=re.S)  # a vector
-    text = "".join(SPELLING.get(token, token) for token in TOKEN.findall(text))
-    text = re.sub("([⁻⁰¹²³⁴-⁹]+)", r"^{\1}", text).translate(RAISED)
-    text = re.sub(r"([\^_])\s*(?:\{\s*(\w)\s*\}|(-?\d+|[a-zA-Z]))", r"\1{\2\3}", text)  # x^2
-    text = re.sub(r"\^\s*(?:\{\s*°\s*\}|°)", "°", text)
-    text = re.sub(r"((?:[\d})]|\\pi)\s*\\(?:text|mathrm)\{\s*)([mgshL])(?=[\s}^/])", r"\1~\2", text)
-    for _ in range(9):  # styles in each other
-        text = re.sub(STYLE, r" \1 ", text)
-    if not re.search(r"[<>]|\\(?:[lgn]e|in)(?![a-zA-Z])", text):
-        text = re.sub(r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ", ", text)
-    text = re.sub(r"(?<![a-zA-Z\\])(?:[A-Z][a-z]{2,}|No)(?![a-zA-Z])", lambda m: m[0].lower(), text)
-    text = re.sub(  # 1 234 and 1,234; but (1,234) has two numbers
-        r"(?<![\d.,])[1-9]\d{0,2}(?:(?: \d{3})+|(?:,\d{3})+(?![^()\[\]]*(?:[)\]]|\\\})))"
-        r"(?!\d|,\d| ?/)", lambda m: re.sub("[ ,]", "", m[0]), text, flags=re.A)
-    text = re.sub(r"\s+", " ", re.sub(r"(?<!\.)\.\s*$", "", text).strip())
-    return re.sub(r"(\\[a-zA-Z]+ )(?=[a-zA-Z])|(?<=\d)( )(?=\d)| ",  # \pi x and 1 1/2 need theirs
-                  lambda m: m[1] or m[2] or "", text)
-
-
-def _matrix(matrix: re.Match, form: Callable) -> str:
-    r"""\begin{pmatrix} 1 & 2 \\ 3 & 4 \\ \end{pmatrix} -> \matrix{1&2\\3&4}"""
-    rows = re.split(r"\\\\(?:\[[-\d.]+[a-z]{2}\])?", matrix[2])
-    rows = [_split(row, "&", ",") or row.split("&") for row in (rows if rows[-1] else rows[:-1])]
-    kind = "matrix" if matrix[1] in ("pmatrix", "bmatrix") else matrix[1]
-    return rf"\{kind}{{" + r"\\".join("&".join(map(form, row)) for row in rows) + "}"
 
 
 def _form(text: str, *, names: bool, units: bool, depth: int = 6) -> str:
@@ -855,9 +801,9 @@ def _form(text: str, *, names: bool, units: bool, depth: int = 6) -> str:
         return left + ",".join(map(again, within)) + right
     if name and "=" not in name[2] and _split(name[2])[1:]:  # x = 1, 2
         parts = [name[1] + part for part in _split(name[2])]
-    parts = [PLUS_MINUS.sub(lambda m: signs[m[1] == "mp"], part)  # a \pm b is a+b and a-b
-             for part in (within if braces else parts or [text])
-             for signs in (("+-", "-+") if PLUS_MINUS.search(part) else ("+-",))]
+    parts = [signed for part in (within if braces else parts or [text]) for signed in {
+        PLUS_MINUS.sub(lambda m: signs[m[1] == "mp"], part)  # a \pm b is a+b and a-b
+        for signs in ("+-", "-+")}]
     if braces or len(parts) > 1:
         parts = sorted((set if braces else list)(map(again, parts)))
         return r"\{" + ",".join(parts) + r"\}"
@@ -868,8 +814,8 @@ def _form(text: str, *, names: bool, units: bool, depth: int = 6) -> str:
 
 
 def _split(text: str, *marks: str) -> list[str]:
-    """'a,(b,c)' -> ['a', '(b,c)']: at marks, or at , and ; where outside of brackets. Nothing where
-    brackets do not match (save [a,b)) or a part is empty."""
+    """'a,(b,c)' -> ['a', '(b,c)']: at marks, or at , and ; where outside of brackets. Empty where
+    brackets do not match (except [a,b)) or a part is empty."""
     parts, opened = [""], []
     for token in TOKEN.findall(text):
         if token in OPENING:
@@ -896,20 +842,13 @@ def _value(text: str, units: bool) -> str:
     text, many = re.fullmatch(rf"(.*?)({MANY}|)", text, re.S).groups()
     for old, new in RESPELL:
         text = old.sub(new, text)
-    number = _number(text)
-    text = text + many if number is None else str(number * 10 ** MAGNITUDES[many])
-    return text + unit * units
-
-
-def _number(text: str) -> Fraction | None:
-    r"""'-.5' -> -1/2, '1\frac{1}{2}' -> 3/2, '3.5e4' -> 35000; None where it is no number."""
-    match = NUMBER.fullmatch(text)
-    sign, real, below, whole, p, q, percent = match.groups() if match else [None] * 7
-    top, bottom = Fraction(real or p or 0), Fraction(below or q or 1)
-    if not match or bottom == 0 or whole and min(top, bottom) < 0:
-        return None
-    value = int(whole or 0) + top / bottom
-    return (-value if sign == "-" else value) / (100 if percent else 1)
+    if match := NUMBER.fullmatch(text):
+        sign, real, below, whole, p, q, percent = match.groups()
+        top, bottom = Fraction(real or p), Fraction(below or q or 1)
+        if bottom and not (whole and min(top, bottom) < 0):  # 1\frac{-1}{2} is no number
+            number = (-1 if sign == "-" else 1) * (int(whole or 0) + top / bottom)
+            return str(number * 10 ** MAGNITUDES[many] / (100 if percent else 1)) + unit * units
+    return text + many + unit * units
 
 
 def answer_form(answer: str) -> str:
@@ -931,8 +870,7 @@ def math_reward(text: str, answer: str) -> float:
     return _verdict(extract_boxed(text), answer)
 
 
-ANSWER_LINE = re.compile(
-    r"^[ \t*_#>-]*(?:the )?(?:final )?answer[ \t*_]*:[\s*_]*(.*)$", re.I | re.M)
+ANSWER_LINE = re.compile(r"(?im)^[ \t*_#>-]*(?:the )?(?:final )?answer[ \t*_]*:[\s*_]*(.*)$")
 
 
 def answer_reward(text: str, answer: str) -> float:
@@ -952,8 +890,8 @@ NUMBER_IN_TEXT = re.compile(
 
 
 def number_reward(text: str, answer: str) -> float:
-    """+1.0 if the last number of the text is the answer, else −1.0: for models without boxes. What
-    stands around the number does not count, except `million`; 50% gives 50 and 50% alike."""
+    """+1.0 if the last number of the text is the answer, else −1.0: for models without boxes. A
+    magnitude (`million`) belongs to the number, other words do not; 50% gives 50 and 50% alike."""
     number, percent = [("", ""), *NUMBER_IN_TEXT.findall(text)][-1]
     return max(_verdict(number, answer), _verdict(number + percent, answer))
 
@@ -975,7 +913,7 @@ for line in sys.stdin:
 
 @functools.cache
 def _math_verify_process() -> subprocess.Popen:
-    """math-verify in a process of its own: that can be stopped when it hangs, a thread cannot."""
+    """math-verify in a process of its own, which can be stopped when it hangs; a thread cannot."""
     process = subprocess.Popen(
         [sys.executable, "-c", MATH_VERIFY], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -985,17 +923,14 @@ def _math_verify_process() -> subprocess.Popen:
 
 
 def math_verify_reward(text: str, answer: str) -> float:
-    """As math_reward, and where that says no, the package math-verify is asked about the same box,
-    unless both are numbers, one has words, or only a name or unit differs: it would drop those.
-
-    ImportError if it is missing, whatever the text. An answer that takes it too long is wrong.
-    """
+    """As math_reward; where that says no, this asks the package math-verify about the same box. It
+    does not ask if both are numbers, one has words, or only a name or unit differs: math-verify
+    drops those. An answer that takes it too long is wrong. ImportError if it is missing."""
     with MATH_VERIFY_LOCK:
-        process = _math_verify_process()
-        boxed = extract_boxed(text)
-        forms = {answer_form(boxed or ""), answer_form(answer)}
+        process, boxed = _math_verify_process(), extract_boxed(text) or ""
+        forms = {answer_form(boxed), answer_form(answer)}
         decided = "text" in forms or forms <= {"number", "fraction"}
-        if not boxed or decided or len(boxed) > MAX_CHARS or canonical(boxed) == canonical(answer):
+        if decided or not 0 < len(boxed) <= MAX_CHARS or canonical(boxed) == canonical(answer):
             return math_reward(text, answer)
         print(json.dumps([answer, boxed]), file=process.stdin, flush=True)
         answered, _, _ = select.select([process.stdout], [], [], MATH_VERIFY_SECONDS)
@@ -1013,7 +948,7 @@ def math_verify_reward(text: str, answer: str) -> float:
 # Two kinds of prompts: at the mark `@` (easy) all demonstrations are right. At `!` (hard) each step
 # slips with probability SLIP: it writes the value before once more, `a0b7c7d4$`, and goes on from
 # it. So success is near 1, near 0 and between, and a slip can be seen in the response.
-# The start stands where each step finds the value before, so new operands need no new steps.
+# The prompt ends with the start, so that the first step, like all others, follows a value.
 
 LETTERS = string.ascii_lowercase[:16]
 CHARACTERS = string.printable[:95] + "\n"  # a token each: printable ASCII; `$` ends a text
@@ -1021,12 +956,10 @@ EASY, HARD, SLIP = "@", "!", 0.4
 
 
 def task_problems(*, held_out: bool = False) -> list[Problem]:
-    """2,448 problems to train on or 414 held out: 2 marks, 10 starts, 9 addends, 1–16 steps.
-
-    No held-out chain is the beginning of a training chain: its start and addend occur together in
-    no training problem ("new pair"), or only in shorter ones ("longer"). level is the mark's name,
-    at the hard mark the range of the number of steps, and which of the two it is.
-    """
+    """2,448 problems to train on or 414 held out: 2 marks, 10 starts, 9 addends, 1–16 steps. No
+    held-out chain begins a training chain: its start and addend occur together in no training
+    problem ("new pair"), or only in shorter ones ("longer"). level is the mark's name, at the hard
+    mark the range of the number of steps, and which of the two it is."""
     problems, numbers = [], (range(10), range(1, 10), range(1, len(LETTERS) + 1))
     for mark, start, addend, steps in product(EASY + HARD, *numbers):
         group = (start + 3 * addend) % 10  # each has every addend once
@@ -1048,10 +981,8 @@ def chain_reward(text: str, answer: str) -> float:
 
 
 def demonstration(prompt: str, slip: float, rng: random.Random) -> str:
-    """A response in which each step slips with probability `slip` if the prompt is hard.
-
-    The slips are what leaves a base policy worth improving.
-    """
+    """A response in which each step slips with probability `slip` if the prompt is hard: the slips
+    leave a base policy that is worth improving."""
     addend, mark, last, value = int(prompt[1]), prompt[2], LETTERS.index(prompt[3]), int(prompt[5])
     steps = []
     for letter in LETTERS[: last + 1]:
@@ -1077,18 +1008,13 @@ def task_tokenizer() -> PreTrainedTokenizerFast:
             tokenizer_file=path, eos_token="$", pad_token="$", unk_token="?")
 
 
-VERIFIERS = {
-    "boxed": math_reward, "answer": answer_reward, "number": number_reward,
-    "math_verify": math_verify_reward, "chain": chain_reward,
-}
+VERIFIERS = {"boxed": math_reward, "answer": answer_reward, "number": number_reward,
+             "math_verify": math_verify_reward, "chain": chain_reward}
 
 
 def build_base(folder: str = "runs/base", *, steps: int = 700, batch: int = 64) -> str:
     """The embedded base policy as a Hugging Face folder: supervised on demonstrations with slips.
-
-    Built once; from then on it is loaded as any --model is. Of two processes that build it at the
-    same time, the first that is ready puts it there.
-    """
+    It is built once. Of two processes that build it, the first that is ready puts it there."""
     if os.path.isfile(os.path.join(folder, "config.json")):
         return folder
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -1107,13 +1033,11 @@ def build_base(folder: str = "runs/base", *, steps: int = 700, batch: int = 64) 
     bar = tqdm(range(steps), desc="base policy (once)", dynamic_ncols=True)
     for _ in bar:
         prompts = [problem.prompt for problem in rng.choices(problems, weights, k=batch)]
-        replies = [demonstration(prompt, SLIP, rng) for prompt in prompts]
-        tokens = tokenizer([p + r for p, r in zip(prompts, replies)], padding=True,
-                           return_tensors="pt").input_ids
-        length = torch.tensor([len(p) + len(r) for p, r in zip(prompts, replies)])
-        at = torch.arange(tokens.shape[1])
-        learned = (at >= len(prompts[0])) & (at < length[:, None])
-        loss = model(input_ids=tokens, labels=tokens.masked_fill(~learned, -100)).loss
+        texts = [prompt + demonstration(prompt, SLIP, rng) for prompt in prompts]
+        part = tokenizer(texts, padding=True, return_tensors="pt")
+        part.attention_mask[:, : len(prompts[0])] = 0  # prompts, of one length, are not learned
+        labels = part.input_ids.masked_fill(part.attention_mask == 0, -100)
+        loss = model(input_ids=part.input_ids, labels=labels).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step(), opt.zero_grad(), schedule.step()
@@ -1146,8 +1070,8 @@ def write_folder(
 def eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """All ids that end a response: the generation config's and the tokenizer's."""
     named = model.generation_config.eos_token_id
-    named = named if isinstance(named, list) else [named]
-    return sorted({i for i in [*named, tokenizer.eos_token_id] if i is not None})
+    named = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
+    return sorted({i for i in named if i is not None})
 
 
 # ---- demo ----------------------------------------------------------------------------------------
@@ -1179,8 +1103,8 @@ def _demo(seed: int) -> None:
           "mark !\nthe policy slips with probability 0.2: it writes the value before once more. "
           f"Row 0 of a batch,\nP = {P}, T = {T}:\n\n"
           "column  token  attention  its hidden state is    t  mask  log μ(a_t|s_t)   R")
-    for c, (i, real) in enumerate(zip(batch.tokens[0].tolist(), batch.attention[0].tolist())):
-        t, token = c - P, repr(tokenizer.decode([i]))[1:-1] if real else "·"
+    for c, (i, real) in enumerate(zip(batch.tokens[0], batch.attention[0])):
+        t, token = c - P, repr(tokenizer.decode([int(i)]))[1:-1] if real else "·"
         state = f"s_{t + 1}, before token {t + 1}" if -1 <= t < n - 1 else ""
         reward = f"{batch.reward[0]:+4.0f}" if t == n - 1 else ""
         trained = f"{t:4}{int(batch.mask[0, t]):6}{batch.logp_roll[0, t]:16.3f}" if t >= 0 else ""

@@ -63,7 +63,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -74,7 +73,8 @@ import rollout
 from actor_loss import (
     cispo_loss, dis_loss, flash_reinforce_loss, group_expectation_weight, grpo_loss, linear_entropy,
     linear_token_logp, mismatch_mask, nll_loss, ppo_clip_loss)
-from critic import HEAD_FILE, Critic, FiniteAdamW, explained_variance, value_step_
+from critic import (
+    HEAD_FILE, Critic, FiniteAdamW, explained_variance, low_rank_, value_step_)
 from daps import (
     DAPS, accept, fuse, greso_accept_prob, mixed_groups, nearest_half, uniform_streak)
 from gae import (
@@ -101,6 +101,7 @@ def train_step(run: Run) -> tuple[Batch, dict[str, float]]:
     batch.advantage = ADVANTAGES[method.advantage](batch, cfg)
     if cfg.whiten:  # Â ← (Â − mean)/std over all trainable tokens
         batch.advantage = whiten(batch.advantage, batch.mask)
+    # assumption: masks come from π_old/μ once a step; the loss's ratio is π/π_old
     batch.keep, mismatch = mismatch_mask(
         batch.logp_old, batch.logp_roll, batch.mask,
         token_range=(cfg.token_low, cfg.token_high), response_range=(0.0, cfg.response_high))
@@ -139,6 +140,7 @@ def rollout_batch(run: Run, rng: torch.Generator, metrics: Metrics) -> tuple[Bat
         part = respond(run, run.prompts, run.answers, ids.repeat_interleave(k), rng,
                        cfg.temperature)
         sampled.append(part)
+        # assumption: the critic too learns from mixed groups alone, so not from hopeless prompts
         kept.append(take(part, mixed_groups(part.reward, part.prompt_id) if filtered else ...))
     everything, batch = concatenate(sampled), concatenate(kept)
     usable = min(len(batch.reward) // k, n) // run.size * run.size * k  # whole groups
@@ -154,6 +156,7 @@ def rollout_batch(run: Run, rng: torch.Generator, metrics: Metrics) -> tuple[Bat
 def update_critics(run: Run, batch: Batch, rng: torch.Generator, metrics: Metrics) -> None:
     """cfg.critic_epochs epochs of clipped ½(V − R)² (λ_critic = 1); AsyPPO's two critics learn from
     every second response each."""
+    # assumption: all of the critic learns on-line; the paper speaks of pretraining where it freezes
     cfg, n, batch.target = run.cfg, len(run.critics), batch.reward
     if n and cfg.critic_lam < 1:  # the λ-return Â_λ + V
         batch.target = batch.value + gae(batch.value, batch.reward, batch.mask, cfg.critic_lam)
@@ -235,13 +238,19 @@ class Method(NamedTuple):
     critic_lam: float = 1.0  # λ of the critic's target; 1: the return
 
 
-# All rows share sampler, masks, optimizer and one epoch of mini-batches; none has a KL term.
+# All rows share sampler, masks, optimizer and one epoch of mini-batches.
+# assumption: none has a KL term
 METHODS = {
     # assumption: whitened, since advantages that are not centred can run away
     "s3ac": Method("Shen 2026: token advantages, coverage pretraining, selection by difficulty",
                    "critic", "coverage", "gae", "cispo", "daps", filter=True, whiten=True),
     "s3ac-v0": Method("s3ac without token credit: R − V(s_0) on every token",
                       "critic", "coverage", "v0", "cispo", "daps", filter=True, whiten=True),
+    "s3ac-ensemble": Method("s3ac with two critics: V is their mean, n_c comes from their spread",
+                            "critics", "coverage", "gae", "cispo", "daps", filter=True,
+                            whiten=True),
+    "s3ac-token": Method("s3ac without the prompt's baseline: V − V(s_0) in place of V",
+                         "critic", "coverage", "token", "cispo", "daps", filter=True, whiten=True),
     "grpo": Method("Shao 2024, 2402.03300: (R − group mean)/std, averaged by response",
                    "none", "none", "group", "grpo", k=8),
     "grpo-x": Method("GRPO's advantage with S3AC's loss and DAPO's group filter",
@@ -270,23 +279,23 @@ METHODS = {
     # assumption: critics pretrained on the initial policy; λ = 0.95
     "asyppo": Method("Liu 2025, 2510.01656: two critics, advantage 0 where they agree most",
                      "critics", "initial", "agree", "ppo-clip", k=8, lam=0.95),
-    # assumption: λ = 0.95 from segment to segment, as PPO's
+    # assumption: λ = 0.95 from segment to segment, as PPO's; not whitened
     "genac": Method("2604.10701: a language model's score at segment starts is the value",
                     "generative", "none", "segments", "ppo-clip", lam=0.95),
 }
 
 
 def by_difficulty(choose: Callable) -> Callable:
-    """A selection that asks the critic for V(s_0) of candidates before anything is generated."""
+    """A selection that asks the critics for V(s_0) of candidates before anything is generated."""
 
     def select(run: Run, unused: Tensor, n: int, rng: torch.Generator) -> Tensor:
         """n of the unused ids; FloatingPointError if a value is not finite."""
         # assumption: four candidates per prompt needed, a random part of the data set
         ids = unused[: n * run.cfg.candidates]
-        v0 = initial_values(run, ids)
+        v0 = torch.stack([initial_values(run, ids, i) for i in range(len(run.critics))])
         if not v0.isfinite().all():
             raise FloatingPointError(f"step {run.step + 1}: the critic's V(s_0) is not finite")
-        return choose(run, ids, v0, n, rng)
+        return choose(run, ids, v0 if len(v0) > 1 else v0[0], n, rng)
 
     return select
 
@@ -296,7 +305,8 @@ SELECTIONS = {  # (run, unused ids in random order, n, rng) -> n ids
     "daps": by_difficulty(
         lambda run, ids, v0, n, rng: run.daps.select(ids, v0, n, run.step, rng)),
     # Gao et al. 2025, 2510.01135: the candidates nearest to even odds
-    "pcl": by_difficulty(lambda run, ids, v0, n, rng: ids[nearest_half(v0, n)]),
+    "pcl": by_difficulty(
+        lambda run, ids, v0, n, rng: ids[nearest_half(v0.view(-1, len(ids)).mean(0), n)]),
     # Zheng et al. 2025, 2506.02177: by what the prompt's last groups were, no critic
     "greso": lambda run, unused, n, rng: unused[
         accept(greso_accept_prob(run.streak[unused]), n, rng)[0]],
@@ -330,6 +340,8 @@ def lam_of(mask: Tensor, cfg: Config) -> float | Tensor:
 
 ADVANTAGES = {  # (batch, cfg) -> Â [B, T]
     "gae": lambda b, cfg: gae(b.value, b.reward, b.mask, lam_of(b.mask, cfg)),
+    "token": lambda b, cfg: gae(  # V − V(s_0): what the prefix tells, not how hard the prompt is
+        b.value - b.value[:, :1], b.reward, b.mask, lam_of(b.mask, cfg)),
     "v0": lambda b, cfg: torch.where(b.mask, (b.reward - b.value[:, 0])[:, None], 0.0),
     "group": lambda b, cfg: weighted_group_advantage(b, cfg),
     "leave-one-out": lambda b, cfg: leave_one_out_advantage(b.reward, b.prompt_id, b.mask),
@@ -416,6 +428,7 @@ class Config:
     max_prompt: int = flag(1024, "longest prompt in tokens", low=1)
     long_prompts: str = flag("skip", "prompts over --max-prompt", ("skip", "stop"))
     max_response: int = flag(3072, "longest response in tokens", low=1)
+    # assumption: temperature 1
     temperature: float = flag(1.0, "of sampling, and so of the policy that is trained", above=0)
     rollout_dtype: str = flag(
         "", "sample with a copy of this type; empty: none", ("", "bfloat16", "float16"))
@@ -434,7 +447,7 @@ class Config:
     vine_k: int = flag(9, "continuations per step's start (vine-ppo)", low=1)
     # actor
     loss: str = flag(None, "of the policy", LOSSES)
-    lr: float = flag(1e-6, "learning rate", above=0)
+    lr: float = flag(1e-6, "learning rate", above=0)  # assumption: constant over the steps
     mini_batches: int = flag(8, "optimizer steps per epoch over a rollout batch", low=1)
     clip_norm: float = flag(1.0, "gradient norm limit", above=0)
     whiten: bool = flag(None, "advantages: mean 0, standard deviation 1 over the batch's tokens")
@@ -454,6 +467,8 @@ class Config:
     critic: str = flag("", "folder of a pretrained critic (asyppo: two, separated by a comma; "
                            "genac: a language model that gives scores); empty: pretrain one")
     critic_lr: float = flag(5e-6, "learning rate", above=0)
+    critic_rank: int = flag(0, "only a change of this rank of its linear layers learns, and the "
+                               "head (LoRA); 0: all", low=0)
     critic_lam: float = flag(None, "λ of its target; 1: the return", low=0, high=1)
     critic_epochs: int = flag(2, "epochs over a rollout batch", low=1)
     critic_clip_norm: float = flag(10.0, "gradient norm limit, in pretraining too", above=0)
@@ -808,6 +823,8 @@ class Run:
     daps: DAPS | None = None  # also the counts of SPO's tracker
     streak: Tensor | None = None  # [n_prompts] uniform groups in a row (GRESO)
     step: int = 0
+    sound: int = 0  # the last step whose weights have sampled at half the best success or more
+    best: float = 0.0  # success of a rollout batch
     before: dict = field(default_factory=dict)  # the evaluation before training
     origin: dict = field(default_factory=dict)  # fingerprints of tokenizer and problems
     stop: bool = False  # Ctrl-C: after this step
@@ -877,6 +894,7 @@ def setup(cfg: Config) -> Run:
     """Model, tokenizer and problems; what may be wrong with the data is found before the model."""
     rank, size, device = join_ranks(cfg)
     problems, held_out = rollout.load_data(cfg.data, cfg.eval_data, cfg.eval_problems)
+    expect_answerable(cfg.verifier, [*problems, *held_out])
     if size > 1 and rank:
         dist.barrier()  # rank 0 builds the embedded base policy, if it is not there
     path = cfg.model or rollout.build_base()
@@ -910,6 +928,14 @@ def setup(cfg: Config) -> Run:
         run.daps = DAPS(len(problems), a_min=cfg.a_min, n_c=cfg.n_c, decay=cfg.decay,
                         uniform=cfg.daps_uniform, ramp=cfg.daps_ramp)
     return run
+
+
+def expect_answerable(verifier: str, problems: list[rollout.Problem]) -> None:
+    """ValueError if an answer cannot be met: each is right in a box, but `number` reads no text."""
+    wrong = [p.answer for p in problems if verifier == "number" and rollout.number_reward(
+        p.answer, p.answer) < 0]
+    expect("verifier", "one that can accept every answer of the data",
+           f"{verifier}, which rejects {len(wrong)} of them, as {wrong[:1]}", not wrong)
 
 
 def sampling_copy(cfg: Config, model: nn.Module, size: int, device: torch.device
@@ -1020,6 +1046,7 @@ def try_model(run: Run) -> None:
             logp = score(trial, batch)[0]
             parts = [take(batch, rows) for rows in ids.to(run.device).argsort().split(n)]
             alone = [score(trial, part)[0] for part in parts]
+        bent = bent_logits(run.sampler or run.actor.model, batch.tokens[:, :8])
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         if "memory" in str(error):
             raise
@@ -1030,7 +1057,24 @@ def try_model(run: Run) -> None:
                  for x, whole, part in zip(alone, logp.split(n), parts))
     print(f"sampler against trainer: log-probs differ by at most {apart:.1e}; a row in a batch "
           f"against the row alone: {padded:.1e}")
+    expect("model", "logits that are hidden states times the output matrix, which log-probs are "
+           "computed from", f"others, by {bent:.2g} (a soft cap, a scale or a bias)", bent < 0.03)
     expect_one_policy(cfg, max(apart, padded, key=lambda x: (x != x, x)))
+
+
+def bent_logits(model: nn.Module, tokens: Tensor) -> float:
+    """How far a model's logits are from hidden state times output matrix, relative to the largest.
+    Its output layer is fed 0, where a bias shows, and a hundredfold, where a cap or scale does."""
+    head, apart = model.get_output_embeddings(), 0.0
+    for scale in (0.0, 100.0):
+        fed = []
+        hook = head.register_forward_pre_hook(
+            lambda _, x: fed.append(scale * x[0]) or (fed[0],))
+        logits = model(tokens, use_cache=False).logits.float()
+        hook.remove()
+        plain = nn.functional.linear(fed[0], head.weight).float()
+        apart = max(apart, ((logits - plain).abs().max() / plain.abs().max().clamp_min(1)).item())
+    return apart
 
 
 def expect_one_policy(cfg: Config, apart: float, later: bool = False) -> None:
@@ -1057,6 +1101,9 @@ def prepare_critic(run: Run) -> None:
             there = json_object(origin.read_text(errors="replace"))
             expect("critic", "a JSON object", f"another text in {origin}", there)
             expect_origin("critic", run, there, "tokenizer")
+        if cfg.critic_rank:
+            expect("critic_rank", "0 with several processes", cfg.critic_rank, run.size == 1)
+            low_rank_(critic, cfg.critic_rank)
         critic = shard(critic, critic.backbone.config, cfg, run.size, run.device, critic.head)
         run.critics.append((critic, FiniteAdamW(critic, cfg.critic_lr, name="critic",
                                                 weight_decay=cfg.weight_decay)))
@@ -1136,8 +1183,8 @@ def score(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def initial_values(run: Run, ids: Tensor) -> Tensor:
-    """V(s_0) [n] of prompts, before anything is generated, by the first critic."""
+def initial_values(run: Run, ids: Tensor, i: int = 0) -> Tensor:
+    """V(s_0) [n] of prompts, before anything is generated, by the i-th critic."""
     lists = [run.prompts[i] for i in ids.tolist()]
     per_pass = max(1, run.cfg.token_budget // max(map(len, lists))) * run.size
     values = torch.zeros(len(lists), device=run.device)
@@ -1146,7 +1193,7 @@ def initial_values(run: Run, ids: Tensor) -> Tensor:
         tokens, attention = rollout.left_pad(  # a rank without rows runs along with another's
             [lists[i] for i in rows or [start]], run.tokenizer.pad_token_id, run.device)
         with autocast(run):
-            value = run.critics[0][0](tokens, attention)[:, -1]
+            value = run.critics[i][0](tokens, attention)[:, -1]
         values[rows] = value[: len(rows)].float()
     if run.size > 1:
         dist.all_reduce(values)
@@ -1399,6 +1446,8 @@ def log(run: Run, metrics: dict[str, Any]) -> None:
 def whole_state(module: nn.Module, opt: FiniteAdamW | None = None) -> dict[str, dict]:
     """Parameters and AdamW's moments (none before its first step), put together from all ranks on
     the CPU of rank 0; every rank must ask."""
+    from torch.distributed.checkpoint import state_dict as dcp  # takes a second
+
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {"model": dcp.get_model_state_dict(module, options=options)}
     if opt and opt.state:
@@ -1408,6 +1457,8 @@ def whole_state(module: nn.Module, opt: FiniteAdamW | None = None) -> dict[str, 
 
 def restore(module: nn.Module, opt: FiniteAdamW, state: dict[str, dict]) -> None:
     """The reverse of whole_state on any number of ranks: each reads the whole, keeps its share."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
     options = dcp.StateDictOptions(full_state_dict=True)
     dcp.set_model_state_dict(module, state["model"], options=options)
     if "optimizer" in state:
@@ -1424,20 +1475,22 @@ def save(run: Run) -> None:
     if os.path.isdir(path):
         return
     state = {name: whole_state(*part) for name, part in run.trained.items()}
-    healthy = not any(opt.in_a_row for _, opt in run.trained.values()) and all(
+    finite = not any(opt.in_a_row for _, opt in run.trained.values()) and all(
         x.isfinite().all() for part in state.values() for x in part["model"].values())
-    if run.rank == 0 and not healthy:
+    if run.rank == 0 and not finite:
         print(f"step {run.step}: not saved, since its weights or gradients are not finite")
     elif run.rank == 0:
-        write_checkpoint(run.cfg, path, state | {
-            "step": run.step, "before": run.before, "origin": run.origin, "ranks": run.size,
-            "streak": run.streak, "daps": run.daps and run.daps.state_dict(),
+        write_checkpoint(run.cfg, path, run.sound, state | {
+            "step": run.step, "sound": run.sound, "best": run.best, "before": run.before,
+            "origin": run.origin, "ranks": run.size, "streak": run.streak,
+            "daps": run.daps and run.daps.state_dict(),
             "actor_success": run.generative and run.generative.success.value})
     wait(run)
 
 
-def write_checkpoint(cfg: Config, path: str, state: dict[str, Any]) -> None:
-    """state.pt and its checksum under a temporary name, then renamed; the last cfg.keep stay."""
+def write_checkpoint(cfg: Config, path: str, sound: int, state: dict[str, Any]) -> None:
+    """state.pt and its checksum under a temporary name, then renamed. The last cfg.keep stay, and
+    the last one up to step `sound`, so that a policy that has collapsed pushes out no sound one."""
     try:
         shutil.rmtree(path + ".writing", ignore_errors=True)
         os.makedirs(path + ".writing")
@@ -1446,8 +1499,9 @@ def write_checkpoint(cfg: Config, path: str, state: dict[str, Any]) -> None:
         os.rename(path + ".writing", path)
     except (OSError, RuntimeError) as error:  # torch.save makes RuntimeErrors of a full disk
         raise OSError(f"could not write {path}: {' '.join(str(error).split())}; last checkpoint: "
-                      f"{(checkpoints(cfg.out) or ['none'])[-1]}") from None
-    for old in checkpoints(cfg.out)[: -cfg.keep]:
+                      f"{last_checkpoint(cfg.out) or 'none'}") from None
+    kept = {last_checkpoint(cfg.out, sound), *checkpoints(cfg.out)[-cfg.keep :]}
+    for old in {*checkpoints(cfg.out)} - kept:
         shutil.rmtree(old)
 
 
@@ -1470,6 +1524,13 @@ def checkpoints(out: str) -> list[str]:
     folder = os.path.join(out, "checkpoints")
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return [os.path.join(folder, x) for x in sorted(names) if re.fullmatch(r"step-\d{6,}", x)]
+
+
+def last_checkpoint(out: str, sound: float = math.inf) -> str:
+    """The last checkpoint up to step `sound`; of any step if there is none; "" without any."""
+    paths = checkpoints(out)
+    up_to = [x for x in paths if int(x.rpartition("-")[2]) <= sound]
+    return (up_to or paths or [""])[-1]
 
 
 def wait(run: Run) -> None:
@@ -1496,6 +1557,7 @@ def load(run: Run) -> None:
         raise ValueError(f"--resume: expected a checkpoint of this model in {path}, found another: "
                          f"{str(error).splitlines()[-1].strip()}") from None
     run.step, run.before, run.streak = state["step"], state["before"], state["streak"]
+    run.sound, run.best = state["sound"], state["best"]
     if run.daps:
         run.daps.load_state_dict(state["daps"])
     if run.generative:
@@ -1541,19 +1603,20 @@ def export(run: Run, name: str, folder: str) -> None:
 
 # ---- stages --------------------------------------------------------------------------------------
 
-def make_pool(run: Run) -> TrajectoryPool:
+def open_pool(run: Run) -> TrajectoryPool:
+    """The pool of --pool; ValueError if it is empty or has tokens that the actor has not."""
+    pool, rows = TrajectoryPool.open(run.cfg.pool), run.actor.model.get_input_embeddings()
+    expect_origin("pool", run, pool.origin, "tokenizer")
+    expect("pool", "one with trajectories", "none", len(pool))
+    most = max(int(np.maximum(part, ~part).max()) for part in np.array_split(
+        pool.tokens, len(pool.tokens) // 2**20 + 1) if len(part))
+    expect("pool", f"token ids below {rows.num_embeddings}", most, most < rows.num_embeddings)
+    return pool
+
+
+def sample_pool(run: Run) -> TrajectoryPool:
     """Trajectories of policies of several strengths on the training prompts (S3AC §3.3)."""
-    cfg = run.cfg
-    if cfg.pool:
-        pool = TrajectoryPool.open(cfg.pool)
-        expect_origin("pool", run, pool.origin, "tokenizer")
-        rows = run.actor.model.get_input_embeddings().num_embeddings
-        expect("pool", "one with trajectories", "none", len(pool))
-        most = max(int(np.maximum(part, ~part).max()) for part in np.array_split(
-            pool.tokens, len(pool.tokens) // 2**20 + 1) if len(part))
-        expect("pool", f"token ids below {rows}", most, most < rows)
-        return pool
-    folder = os.path.join(cfg.out, "pool")
+    cfg, folder = run.cfg, os.path.join(run.cfg.out, "pool")
     filled = os.path.isdir(folder) and len(TrajectoryPool(folder))
     expect("out", "no pool there yet", f"the pool of an unfinished run; --pool {folder} uses it, "
            "another --out begins anew", not filled)
@@ -1561,7 +1624,7 @@ def make_pool(run: Run) -> TrajectoryPool:
     # assumption: a lower temperature stands in for a stronger policy where no later one exists yet
     policies = [(path, float(t)) for path in ("", *filter(None, cfg.pool_models.split(",")))
                 for t in cfg.pool_temperatures.split(",")]  # "": the run's own policy
-    total, rng = cfg.pool_size * len(policies), generator(cfg.seed, "pool")
+    rng = generator(cfg.seed, "pool")
     if cfg.pretrain == "initial":
         policies = [("", cfg.temperature)]
     load = functools.cache(lambda path: path and pretrained(
@@ -1574,14 +1637,18 @@ def make_pool(run: Run) -> TrajectoryPool:
 
     named = [(f"{path or cfg.model or 'base'} at temperature {t}",
               functools.partial(sample, path, t)) for path, t in policies]
-    return fill_pool(folder, named, total // len(named), 8 * cfg.max_rows * run.size,
+    return fill_pool(folder, named, pool_size(cfg) // len(named), 8 * cfg.max_rows * run.size,
                      writer=run.rank == 0, origin=run.origin)
 
 
-def pretrain_critics(run: Run) -> None:
+def pretrain_critics(run: Run, pool: TrajectoryPool) -> None:
     """Value pretraining on a pool; the critic is kept in critic-pretrained/. AsyPPO's two learn
     from half of the trajectories each."""
-    cfg, pool, dtype = run.cfg, make_pool(run), getattr(torch, run.cfg.compute_dtype)
+    cfg, dtype = run.cfg, getattr(torch, run.cfg.compute_dtype)
+    uniform = len(np.unique(pool.index["reward"])) < 2
+    if uniform:
+        print(f"warning: all {len(pool)} trajectories of the pool have the same reward, so the "
+              "critic learns a constant (--pool-temperatures, --pool-models, --data)")
     print("\nshare correct (trajectories) by length and policy\n"
           + format_coverage(coverage_table(pool.index)) + "\n")
     n = min(cfg.pretrain_size or -(-2 * len(pool) // 3), len(pool))
@@ -1600,7 +1667,7 @@ def pretrain_critics(run: Run) -> None:
         export(run, ("critic", "second")[i], "critic-pretrained" + second)
         if run.rank == 0:
             write_json(os.path.join(cfg.out, f"pretrain{second}.json"), stats)
-        if not stats["ev_after"] > 0.02 and len(np.unique(pool.index["reward"])) > 1:
+        if not stats["ev_after"] > 0.02 and not uniform:
             print("warning: the critic explains next to nothing of the returns on held-out prompts;"
                   " a larger pool (--pool-size), more epochs or another --pretrain-lr may help")
         print(f"critic: loss {stats['loss_first']:.3f} → {stats['loss_last']:.3f} (first and last "
@@ -1661,17 +1728,21 @@ def start(cfg: Config, resumes: bool) -> Run:
     if run.rank == 0:  # of a run that never got to its first step
         Path(cfg.out, "metrics.jsonl").unlink(missing_ok=True)
     needs_pool = run.critics and not cfg.critic and cfg.pretrain != "none"
+    pool = open_pool(run) if needs_pool and cfg.pool else None
     print_plan(run, needs_pool)
+    since = time.perf_counter()
     run.before, batch = evaluate(run)
     log(run, run.before)
     if batch is not None:
+        print_forecast(run, batch, (time.perf_counter() - since) / len(batch.mask),
+                       len(pool) if pool else pool_size(cfg) * bool(needs_pool))
         say_if_uniform(run, batch)
         print(show_response(run, batch) + "\nbefore training: " + ", ".join(
             f"{name[5:]} {x:.3f}" for name, x in run.before.items()))
     if batch is not None and run.generative:
         run.generative.success.update((batch.reward > 0).double())
     if needs_pool:
-        pretrain_critics(run)
+        pretrain_critics(run, pool or sample_pool(run))
     if cfg.traces:
         learn_traces(run)
     if run.rank == 0:
@@ -1684,16 +1755,37 @@ def print_plan(run: Run, needs_pool: bool) -> None:
     """What will be done, before anything is sampled."""
     cfg, each = run.cfg, run.cfg.rollout_batch // run.cfg.mini_batches
     if needs_pool and not cfg.pool:
-        models, strengths = (len([*filter(None, x.split(","))]) for x in (
-            cfg.pool_models, cfg.pool_temperatures))
-        print(f"a pool of {(1 + models) * strengths * cfg.pool_size:,} trajectories, "
-              f"{cfg.max_response:,} tokens at most, and value pretraining on it (--pool-size, "
-              "--max-response, --pool)")
+        print(f"a pool of {pool_size(cfg):,} trajectories, {cfg.max_response:,} tokens at most, "
+              "and value pretraining on it (--pool-size, --max-response, --pool)")
     print(f"{len(run.eval_prompts)} × {cfg.eval_k} responses before and after training; "
           f"{cfg.steps} steps of {cfg.rollout_batch} responses and {cfg.mini_batches} updates each")
     if each < 4:
         print(f"an optimizer step sees {each} responses: fewer --mini-batches are faster and "
               "less noisy")
+
+
+def print_forecast(run: Run, batch: Batch, sampling: float, n: int) -> None:
+    """Minutes that the stages will take with a pool of n, if responses take as long to sample as
+    the evaluation's did (in seconds each), and to score as some of them do now."""
+    cfg, critics = run.cfg, len(run.critics)
+    rows, since = torch.arange(min(len(batch.mask), 32 * run.size)), time.perf_counter()
+    score(run, take(batch, rows.to(run.device)))
+    forward = (time.perf_counter() - since) / len(rows) / (1 + critics)
+    # an update has a forward pass and a backward pass of twice its time
+    passes = 1 + critics + 3 * (not cfg.freeze_actor) + 3 * critics * cfg.critic_epochs
+    step = cfg.rollout_batch * (sampling + passes * forward)
+    drawn = min(cfg.pretrain_size or -(-2 * n // 3), n)
+    pool = n * sampling * (not cfg.pool) + 3 * drawn * cfg.pretrain_epochs * forward
+    print(f"at this speed: {pool / 60:.1f} min for pool and pretraining, {step:.1f} s a step, "
+          f"{(pool + cfg.steps * step) / 60:.1f} min in all (shorter with --steps, "
+          "--rollout-batch, --pool-size, --max-response)")
+
+
+def pool_size(cfg: Config) -> int:
+    """Trajectories of a new pool: of each policy at each temperature."""
+    models, strengths = (len([*filter(None, x.split(","))]) for x in (
+        cfg.pool_models, cfg.pool_temperatures))
+    return (1 + models) * strengths * cfg.pool_size
 
 
 BAR = [("success", "rollout/success", ".2f"), ("length", "rollout/length", ".0f"),
@@ -1710,7 +1802,9 @@ def train(run: Run) -> None:
             since = time.perf_counter()
             batch, metrics = train_step(run)
             run.seconds = time.perf_counter() - since
-            right = metrics["rollout/success"] > 0
+            right = metrics["rollout/success"]
+            if right >= run.best / 2:  # so the weights that sampled were sound
+                run.sound, run.best = run.step - 1, max(run.best, right)
             norm = metrics.get("actor/grad_norm", float(cfg.freeze_actor))  # none, or of 0
             idle = 0 if right and norm else idle + 1
             if idle:
@@ -1783,7 +1877,7 @@ BAD_INPUT = ValueError, ImportError, OSError  # exit status 2; other errors 1
 
 def main(argv: list[str]) -> int:
     """Command line -> exit status: 0; 1 stopped or below the target; 2 bad input; 130 Ctrl-C."""
-    rank, cfg, lock = int(os.environ.get("RANK", 0)), None, None
+    rank, cfg, lock, run = int(os.environ.get("RANK", 0)), None, None, None
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
     out = sys.stdout if rank == 0 else open(os.devnull, "w")  # one rank speaks
@@ -1812,23 +1906,23 @@ def main(argv: list[str]) -> int:
                     os.rmdir(cfg.out)
             if rank == 0 or not bad_input:  # all ranks see the same bad input
                 who = f"rank {rank}: " if "RANK" in os.environ else ""
-                print(who + sentence(error, cfg), file=sys.stderr)
+                print(who + sentence(error, cfg, run and run.sound), file=sys.stderr)
             return 2 if bad_input else 1
 
 
 def what_is_there(cfg: Config) -> str:
     """What an interrupted run has left, and how to go on."""
     pool = os.path.join(cfg.out, "pool")
-    if last := checkpoints(cfg.out):
-        return f"{last[-1]} is there, go on with --resume {cfg.out}"
+    if last := last_checkpoint(cfg.out):
+        return f"{last} is there, go on with --resume {cfg.out}"
     return "there is no checkpoint yet, so there is nothing to resume" + (
         f"; --pool {pool} uses the {len(TrajectoryPool(pool)):,} trajectories sampled so far"
         if os.path.isdir(pool) and len(TrajectoryPool(pool)) else "")
 
 
-def sentence(error: Exception, cfg: Config | None) -> str:
-    """An error as one line for the user."""
-    text, last = " ".join(str(error).split()), checkpoints(cfg.out) if cfg else []
+def sentence(error: Exception, cfg: Config | None, sound: int | None = None) -> str:
+    """An error as one line for the user; `sound` is the last step whose weights were."""
+    text, last = " ".join(str(error).split()), last_checkpoint(cfg.out) if cfg else ""
     if "No space left" in text:
         text = f"could not write to {cfg.out}, its disk is full ({text})"
     elif isinstance(error, BAD_INPUT):
@@ -1838,7 +1932,10 @@ def sentence(error: Exception, cfg: Config | None) -> str:
         text = f"out of memory: a smaller --token-budget or --max-rows may help ({text[:200]})"
     elif not isinstance(error, (RuntimeError, FloatingPointError)):
         text = f"{type(error).__name__}: {text} (--debug shows where)"
-    return f"stopped: {text}" + (f"; last checkpoint {last[-1]}" if last else "")
+    before = last_checkpoint(cfg.out, sound) if last and sound is not None else last
+    return f"stopped: {text}" + (f"; last checkpoint {last}" if last else "") + (
+        f"; success has halved since {before}: to go on from there remove the newer ones"
+        if before != last else "")
 
 
 if __name__ == "__main__":

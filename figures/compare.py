@@ -84,7 +84,8 @@ def arm_jobs(args: argparse.Namespace, arm: str, lr: str, seeds: range) -> list[
              f"{arm} --lr {lr} --critic-lr {5 * float(lr):g}").split()
     return [lab.training(f"{slug(arm)}-lr{lr}-s{seed}", [
         *flags, "--seed", str(seed), *args.extra, *tuning * (seed >= 100),
-        *["--critic", f"{folder}/critic-{seed}/critic-pretrained"] * has_critic(arm)]) for seed in seeds]
+        *["--critic", f"{folder}/critic-{seed}/critic-pretrained"] * has_critic(arm)])
+        for seed in seeds]
 
 
 def write_tuning_problems(folder: str) -> None:
