@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -47,7 +48,6 @@ if not torch.cuda.is_available():  # before anything imports triton, as transfor
 
 from transformers import (
     AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
-    MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM,
 )
 
 import actor_loss as al
@@ -78,6 +78,15 @@ from rollout import (
     extract_boxed, generate, load_problems, math_reward, math_verify_reward, number_reward,
     positions, response, same_answer, take, task_problems, task_tokenizer,
 )
+
+
+def _tiny(name="llama", **config):
+    """A causal language model of any family: small, with weights that are the same every time."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **dict(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, n_embd=32,
+        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=256, n_layer=2,
+        eos_token_id=1, initializer_range=0.2, num_local_experts=4, n_head=4) | config)).eval()
 
 
 # ---- gae.py --------------------------------------------------------------------------------------
@@ -1222,16 +1231,17 @@ def test_daps_ensemble_by_hand():
 
 # ---- rollout.py ----------------------------------------------------------------------------------
 
-
-# ---- rollout.py ----------------------------------------------------------------------------------
+ROLLOUT_PROMPTS = [[5, 1, 6], [7], [3, 3, 3, 3, 9, 2], [8, 2], [4, 5, 6, 7], [2, 9], [11, 12, 1, 1]]
 
 
 class _RolloutScripted(nn.Module):
-    """A stand-in for a language model: the logits at position p are logits[p], whatever came."""
+    """A stand-in for a language model: the logits at position p are logits[p], whatever came; or
+    such that token script[p] is sampled."""
 
-    def __init__(self, logits):
+    def __init__(self, script=(), logits=()):
         super().__init__()
-        self.logits, self.seen = nn.Parameter(torch.as_tensor(logits, dtype=torch.float32)), []
+        self.seen = []
+        self.logits = nn.Parameter(torch.tensor(logits) if logits else 50 * torch.eye(10)[script])
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values, **unused):
         kv = torch.zeros(*input_ids.shape, 1).unsqueeze(1)  # [R, heads = 1, n, d = 1]
@@ -1240,61 +1250,57 @@ class _RolloutScripted(nn.Module):
         return SimpleNamespace(logits=self.logits[position_ids[:, -1:]])
 
 
-def _rollout_one_hot(ids):
-    """Logits that force the given token at each position."""
-    return 50 * nn.functional.one_hot(torch.tensor(ids), 10)
+def _rollout_llama():
+    return _tiny(vocab_size=13, bos_token_id=None, pad_token_id=1, initializer_range=0.3)
 
 
-def _rollout_llama(**how):
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**dict(
-        vocab_size=13, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, pad_token_id=1,
-        max_position_embeddings=256, bos_token_id=None, eos_token_id=1) | how)).eval()
+def _rollout_sample(model, prompts, seed=0, sampler=generate, **limits):
+    """The sampler's four tensors."""
+    limits = dict(max_new_tokens=9, eos_id=[1, 4], pad_id=1) | limits
+    return sampler(model, prompts, generator=torch.Generator().manual_seed(seed), **limits)
 
 
 def _rollout_scored(model, out, temperature):
     """Log-probs of the sampled tokens by one full forward pass, without a cache."""
     tokens, attention, mask, _ = out
-    where = positions(attention)
-    logits = model(tokens, attention_mask=attention.long(), position_ids=where).logits
-    T = mask.shape[1]
-    logp = torch.log_softmax(response(logits, T) / (temperature or 1), -1)
-    return logp.gather(-1, tokens[:, -T:, None])[..., 0]
+    z = model(tokens, attention_mask=attention.long(), position_ids=positions(attention)).logits
+    logp = torch.log_softmax(response(z, mask.shape[1]) / (temperature or 1), -1)
+    return logp.gather(-1, tokens[:, -mask.shape[1] :, None])[..., 0]
 
 
-def _rollout_texts(out):
-    return [row[m].tolist() for row, m in zip(out[0][:, -out[2].shape[1]:], out[2])]
-
-
-ROLLOUT_PROMPTS = [[5, 1, 6], [7], [3, 3, 3, 3, 9, 2], [8, 2], [4, 5, 6, 7], [2, 9], [11, 12, 1, 1]]
+def _rollout_collect(sample, answers, eos_id):
+    """The batch of prompts [1] with id 4. The text is the list of ids; right is what is equal."""
+    tokenizer = SimpleNamespace(
+        pad_token_id=2, batch_decode=lambda rows, skip_special_tokens: [str(row) for row in rows])
+    return collect(sample, tokenizer, [[1]] * len(answers), answers, torch.tensor([4, 4]),
+                   lambda text, answer: 1.0 if text == answer else -1.0, eos_id=eos_id,
+                   generator=None)
 
 
 @pytest.mark.parametrize("function, arguments, expected", [
     (positions, (torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),), [[0, 0, 0, 1], [0, 1, 2, 3]]),
     (response, (torch.arange(7)[None], 3), [[3, 4, 5]])])  # state t: one to the left of token t
 def test_rollout_copied_alone(function, arguments, expected):
-    """The function, and its source alone in a namespace of torch and Tensor, give what is expected
-    by hand."""
+    """The function, and its source alone beside torch and Tensor, give what is right by hand."""
     namespace = {"torch": torch, "Tensor": Tensor}
     exec(inspect.getsource(function), namespace)
-    assert namespace[function.__name__](*arguments).tolist() == expected
-    assert function(*arguments).tolist() == expected
+    for f in (function, namespace[function.__name__]):
+        assert f(*arguments).tolist() == expected
 
 
 def test_rollout_log_prob_at_the_sampling_temperature():
-    """log softmax([2, 1, 0] / 0.5) = −0.142932, −2.142932, −4.142932 for the sampler."""
-    tokens, _, _, logp = generate(
-        _RolloutScripted([[2.0, 1.0, 0.0]] * 2), [[1]] * 200, max_new_tokens=1, temperature=0.5,
-        eos_id=9, pad_id=9, generator=torch.Generator().manual_seed(0))
+    """Case 13: log softmax([2, 1, 0] / 0.5) = −0.142932, −2.142932, −4.142932."""
+    tokens, _, _, logp = _rollout_sample(
+        _RolloutScripted(logits=[[2.0, 1.0, 0.0]] * 2), [[1]] * 200, max_new_tokens=1,
+        temperature=0.5)
     assert (logp[:, 0] - (-0.142932 - 2.0 * tokens[:, -1])).abs().max() < 1e-5
     assert set(tokens[:, -1].tolist()) >= {0, 1}
 
 
 def test_rollout_pad_equal_to_eos():
-    """With pad = eos = 2 the 2 inside the prompt is attended and the one that ends is trained."""
-    model = _RolloutScripted(_rollout_one_hot([0, 0, 7, 8, 2, 9]))
-    tokens, attention, mask, _ = generate(
+    """Case 14: with pad = eos = 2 the 2 in the prompt is attended, the one that ends is trained."""
+    model = _RolloutScripted([0, 0, 7, 8, 2, 9])
+    tokens, attention, mask, _ = _rollout_sample(
         model, [[5, 2, 6], [6]], max_new_tokens=4, eos_id=2, pad_id=2)
     assert tokens.tolist() == [[5, 2, 6, 7, 8, 2, 2], [2, 2, 6, 0, 0, 7, 8]]
     assert attention.tolist() == [[True] * 6 + [False], [False] * 2 + [True] * 5]
@@ -1302,39 +1308,70 @@ def test_rollout_pad_equal_to_eos():
     assert model.seen[0].tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
+def test_rollout_another_engines_replies():
+    """pad_responses: ids and log-probs of any lengths as the four tensors of generate."""
+    tokens, attention, mask, logp = rollout.pad_responses(
+        [[1, 2], [3]], [[4], [5, 6]], [[-0.5], [-1.0, -2.0]], 9)
+    assert tokens.tolist() == [[1, 2, 4, 9], [9, 3, 5, 6]]
+    assert attention.tolist() == [[True] * 3 + [False], [False] + [True] * 3]
+    assert mask.tolist() == [[True, False], [True, True]] and logp.tolist() == [[-.5, 0], [-1, -2]]
+
+
 @pytest.mark.parametrize("script, limit, eos, text, length, truncated, reward", [
-    ([5, 6, 6, 6], 2, [2], "[5, 6]", 2, True, -1.0),  # cut by the limit
+    ([5, 6, 6, 6], 2, [2], "[5, 6]", 2, True, -1.0),  # case 15: cut by the limit
     ([5, 2, 6, 6], 2, [2], "[5, 2]", 2, False, 1.0),
     ([5, 9, 6, 6], 4, [2, 9], "[5, 9]", 2, False, 1.0),  # any of the end tokens ends
     ([5, 2, 6, 6], 4, [2], "[1, 5, 2]", 2, False, -1.0)])  # the prompt is no part of the text
 def test_rollout_collect_by_hand(script, limit, eos, text, length, truncated, reward):
     """A cut response keeps its tokens and fails though its text is right; the verifier sees the
     sampled tokens alone: no prompt, no padding."""
-    tokenizer = SimpleNamespace(
-        pad_token_id=2, batch_decode=lambda rows, skip_special_tokens: [str(r) for r in rows])
-    model = _RolloutScripted(_rollout_one_hot(script))
-    batch = collect(lambda prompts, generator: generate(
-        model, prompts, max_new_tokens=limit, eos_id=eos, pad_id=2, generator=generator),
-        tokenizer, [[1], [1]], [text, text], torch.tensor([4, 4]),
-        lambda text, answer: 1.0 if text == answer else -1.0, eos_id=eos, generator=None)
+    batch = _rollout_collect(lambda prompts, generator: generate(
+        _RolloutScripted(script), prompts, max_new_tokens=limit, eos_id=eos, pad_id=2,
+        generator=generator), [text, text], eos)
     assert batch.mask.sum(1).tolist() == [length] * 2 and batch.prompt_id.tolist() == [4, 4]
     assert batch.truncated.tolist() == [truncated] * 2 and batch.reward.tolist() == [reward] * 2
 
 
+def test_rollout_refuses():
+    """One sentence that names the argument, before the model is called; case 36: or the prompt that
+    a sampler gives no token or no response to."""
+    limits = dict(prompts=[[1]], max_new_tokens=1, eos_id=2, pad_id=2)
+    for change, words in [
+            (dict(prompts=[]), "no prompt"), (dict(prompts=[[1], []]), "empty prompt at 1"),
+            (dict(max_new_tokens=0), "max_new_tokens"), (dict(temperature=-1), "temperature"),
+            (dict(temperature=float("nan")), "temperature"), (dict(max_rows=0), "max_rows")]:
+        for sampler in rollout.SAMPLERS.values():
+            with pytest.raises(ValueError, match=words):
+                sampler(None, **limits | change)
+    for ids, words in [([[5], []], "no token for prompt 1"), ([[], []], "no token for prompt 0"),
+                       ([[5]], "found 1")]:
+        with pytest.raises(ValueError, match="sampler: expected a response to each .*" + words):
+            _rollout_collect(lambda prompts, generator: rollout.pad_responses(
+                prompts, ids, [[0.0] * len(x) for x in ids], 2), ["", ""], [2])
+    reply = SimpleNamespace(request_id="r_0", error="full", generated_tokens=[5], logprobs=[0.0])
+    engine = Mock(**{"parameters.side_effect": lambda: iter([torch.zeros(1)]),
+                     "generate_batch.return_value": {"r_0": reply}})
+    with pytest.raises(RuntimeError, match="generate_batch: expected 1 responses, found 0.*full"):
+        rollout.generate_batch(engine, **limits)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
-@pytest.mark.parametrize("max_rows", [1, 2, 3, 28])
+@pytest.mark.parametrize("max_rows", [1, 3, 28])
 def test_rollout_sampler_log_probs_are_the_trainers(max_rows, temperature):
-    """log μ from the cache, rows dropped on the way, is log π of one full pass: to 1e-9."""
-    model = _rollout_llama().double()
-    out = generate(
-        model, ROLLOUT_PROMPTS * 4, max_new_tokens=12, temperature=temperature, eos_id=[1, 4],
-        pad_id=1, generator=torch.Generator().manual_seed(max_rows), max_rows=max_rows)
+    """log μ from the cache, rows dropped on the way, is log π of one full pass: to 1e-9. A bfloat16
+    model's are float32; the sample is a function of the generator's state."""
+    model, limits = _rollout_llama().double(), dict(temperature=temperature, max_rows=max_rows)
+    out = _rollout_sample(model, ROLLOUT_PROMPTS * 4, max_rows, max_new_tokens=12, **limits)
     tokens, attention, mask, logp = out
     assert len(set(mask.sum(1).tolist())) > 3 and logp.dtype == torch.float64
     assert ((_rollout_scored(model, out, temperature) - logp).abs() * mask).max() < 1e-9
     assert (logp[~mask] == 0).all()
-    ended = torch.isin(tokens[:, -mask.shape[1]:], torch.tensor([1, 4])) & mask
+    ended = torch.isin(tokens[:, -mask.shape[1] :], torch.tensor([1, 4])) & mask
     assert (ended.sum(1) <= 1).all() and (mask.sum(1)[~ended.any(1)] == 12).all()
+    a, b, c = (_rollout_sample(model.bfloat16(), ROLLOUT_PROMPTS, seed, **limits)
+               for seed in (1, 1, 2))
+    assert a[3].dtype == torch.float32 and torch.isfinite(a[3]).all() and torch.equal(a[0], b[0])
+    assert (a[0].shape == c[0].shape and torch.equal(a[0], c[0])) == (temperature == 0)
 
 
 def test_rollout_greedy_is_transformers_generate():
@@ -1344,11 +1381,12 @@ def test_rollout_greedy_is_transformers_generate():
         ids = torch.tensor([prompt])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
                              max_new_tokens=9)
-        expected.append(out[0, len(prompt):].tolist())
-    limits = dict(max_new_tokens=9, temperature=0, eos_id=1, pad_id=1)
-    for rows in (1, 2, 5, 64):
-        assert _rollout_texts(generate(model, ROLLOUT_PROMPTS, max_rows=rows, **limits)) == expected
-    assert _rollout_texts(generate(model, ROLLOUT_PROMPTS[::-1], **limits)) == expected[::-1]
+        expected.append(out[0, len(prompt) :].tolist())
+    for rows, step in ((1, 1), (2, 1), (5, 1), (64, 1), (64, -1)):
+        tokens, _, mask, _ = _rollout_sample(
+            model, ROLLOUT_PROMPTS[::step], max_rows=rows, temperature=0, eos_id=1)
+        texts = [row[m].tolist() for row, m in zip(tokens[:, -mask.shape[1] :], mask)]
+        assert texts == expected[::step]
 
 
 @pytest.mark.parametrize("sampler", rollout.SAMPLERS.values())
@@ -1360,8 +1398,8 @@ def test_rollout_samplers_draw_from_the_policy(sampler, monkeypatch):
         tqdm(*a, **how | {"disable": False, "delay": 99})) or bars[-1])
     model, n = _rollout_llama(), 1000
     try:
-        out = sampler(model, [[5, 1, 6], [7]] * n, max_new_tokens=5, temperature=1.3, pad_id=1,
-                      eos_id=[1, 4], generator=torch.Generator().manual_seed(0), max_rows=300)
+        out = _rollout_sample(model, [[5, 1, 6], [7]] * n, sampler=sampler, max_new_tokens=5,
+                              temperature=1.3, max_rows=300)
     except RuntimeError as error:  # transformers 5.17 on a CPU without psutil
         if "psutil" not in str(error):
             raise
@@ -1384,45 +1422,18 @@ def test_rollout_shared_beginnings_are_fed_once(monkeypatch):
     prompts += [prompts[3]] * 3  # a group's prompts are equal
     assert rollout.begins_alike(prompts) == [3] * 4 + [7] * 4 + [8] + [3] * 3
     assert rollout.begins_alike([[1] * 32, [1] * 32]) == [0, 1]  # nothing left to copy
-    fed, forward = [], rollout._forward
-    monkeypatch.setattr(rollout, "_forward", lambda model, tokens, *rest: (
-        fed.append(tokens.numel()), forward(model, tokens, *rest))[1])
-
-    def sample(rows):
-        """One response per prompt, and how many tokens were fed for them."""
-        fed.clear()
-        out = generate(model, prompts, max_new_tokens=9, temperature=0.8, eos_id=1, pad_id=1,
-                       max_rows=rows, generator=torch.Generator().manual_seed(0))
-        return out, sum(fed)
-
-    shared = {rows: sample(rows) for rows in (9, 64)}
-    monkeypatch.setattr(rollout, "begins_alike", lambda prompts: list(range(len(prompts))))
-    for rows, (out, tokens) in shared.items():
-        plain, all_tokens = sample(rows)
-        assert all(torch.equal(x, y) for x, y in zip(out[:3], plain[:3]))
-        assert (out[3] - plain[3]).abs().max() < 1e-9
-        assert tokens < all_tokens / (2 if rows == 64 else 1)
-
-
-def test_rollout_generator_and_low_precision():
-    """The sample is a function of the generator's state; a bf16 model's log-probs are float32."""
-    model = _rollout_llama().bfloat16()
-    a, b, c = (generate(model, ROLLOUT_PROMPTS, max_new_tokens=9, eos_id=1, pad_id=1, max_rows=3,
-                        generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
-    assert torch.equal(a[0], b[0]) and not (a[0].shape == c[0].shape and torch.equal(a[0], c[0]))
-    assert a[3].dtype == torch.float32 and torch.isfinite(a[3]).all()
-
-
-@pytest.mark.parametrize("sampler", rollout.SAMPLERS.values())
-@pytest.mark.parametrize("change, words", [
-    (dict(prompts=[]), "no prompt"), (dict(prompts=[[1], []]), "empty prompt at 1"),
-    (dict(max_new_tokens=0), "max_new_tokens"), (dict(temperature=-1), "temperature"),
-    (dict(temperature=float("nan")), "temperature"), (dict(max_rows=0), "max_rows")])
-def test_rollout_generate_refuses(sampler, change, words):
-    """One sentence that names the argument, before the model is called."""
-    how = dict(prompts=[[1]], max_new_tokens=1, eos_id=2, pad_id=2) | change
-    with pytest.raises(ValueError, match=words):
-        sampler(None, how.pop("prompts"), **how)
+    fed, outs, limits = [], [], dict(temperature=0.8, eos_id=1)
+    model.register_forward_pre_hook(
+        lambda model, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True)
+    for alike in (rollout.begins_alike, lambda prompts: list(range(len(prompts)))):
+        monkeypatch.setattr(rollout, "begins_alike", alike)
+        for rows in (9, 64):
+            outs.append(_rollout_sample(model, prompts, max_rows=rows, **limits) + (sum(fed),))
+            fed.clear()
+    for rows, shared, plain in zip((9, 64), outs[:2], outs[2:]):
+        assert all(torch.equal(x, y) for x, y in zip(shared[:3], plain[:3]))
+        assert (shared[3] - plain[3]).abs().max() < 1e-9
+        assert shared[4] < plain[4] / (2 if rows == 64 else 1)
 
 
 def _rollout_batch(prompt_lengths, lengths):
@@ -1437,6 +1448,7 @@ def _rollout_batch(prompt_lengths, lengths):
 
 
 def _rollout_real(b):
+    """What stands on real tokens, by row."""
     return [(t[a].tolist(), r[a].flatten().tolist(), m.sum().item(), v[m].tolist(), i.item())
             for t, a, r, m, v, i in zip(b.tokens, b.attention, b.routing, b.mask, b.value,
                                         b.prompt_id)]
@@ -1452,8 +1464,8 @@ def test_rollout_take_and_concatenate_keep_every_real_token():
     assert again.tokens.shape == whole.tokens.shape and again.logp_old is None
     assert _rollout_real(again) == [_rollout_real(whole)[i] for i in (0, 3, 2, 1)]
     assert (again.routing[~again.attention] == -1).all()
-    assert _rollout_real(take(whole, torch.tensor([True, False, False, True]))) == [
-        _rollout_real(whole)[i] for i in (0, 3)]
+    chosen = take(whole, torch.tensor([True, False, False, True]))
+    assert _rollout_real(chosen) == [_rollout_real(whole)[i] for i in (0, 3)]
     whole.mask[0, 1:3] = False  # tool output: attended columns stay though nothing there is trained
     assert take(whole, torch.tensor([0])).mask.tolist() == [[True, False, False, True]]
 
@@ -1470,12 +1482,9 @@ def test_rollout_length_groups_hold_every_row_within_the_budget(size):
     assert max(map(sum, zip(prompt, answer))) == max(prompt[i] + answer[i] for i in groups[0])
 
 
-# ---- rollout.py, ranks
-
-
 def _rollout_on_ranks(monkeypatch, size, work):
     """work(rank) on each of `size` ranks: threads that exchange pickles -> results by rank."""
-    here, barrier, parts, results = threading.local(), threading.Barrier(size), {}, [None] * size
+    here, barrier, parts = threading.local(), threading.Barrier(size, timeout=100), {}
 
     def gather(into, value):
         parts[here.rank] = pickle.dumps(value)
@@ -1485,89 +1494,62 @@ def _rollout_on_ranks(monkeypatch, size, work):
 
     def run(rank):
         here.rank = rank
-        results[rank] = work(rank)
+        return work(rank)
 
-    fake = SimpleNamespace(is_initialized=lambda: size > 1, get_rank=lambda: here.rank,
-                           get_world_size=lambda: size, all_gather_object=gather)
-    monkeypatch.setattr(rollout, "dist", fake)
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
-    return results
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_rollout_over_ranks_gives_every_rank_every_result_in_order(monkeypatch, size):
-    """Results in the order of items, the same on all ranks, more ranks than items included; each
-    rank draws differently, the generator takes one draw and stays in step."""
-    def work(rank):
-        g = torch.Generator().manual_seed(5)
-        out = rollout.over_ranks(lambda share, rng: [
-            (x, torch.rand(1, generator=rng).item()) for x in share], range(7), g)
-        return out, torch.rand(1, generator=g).item()
-
-    results = _rollout_on_ranks(monkeypatch, size, work)
-    assert all(result == results[0] for result in results)
-    assert [x for x, _ in results[0][0]] == list(range(7))
-    assert len({draw for _, draw in results[0][0]}) == 7
-    g = torch.Generator().manual_seed(5)
-    seed = int(torch.randint(2**62, (), generator=g))
-    assert results[0][1] == torch.rand(1, generator=g).item()
-    own = torch.rand(1, generator=torch.Generator().manual_seed(seed)).item()
-    assert results[0][0][0][1] == own  # rank 0's generator, however many there are
+    monkeypatch.setattr(rollout, "dist", SimpleNamespace(
+        is_initialized=lambda: size > 1, get_rank=lambda: here.rank, get_world_size=lambda: size,
+        all_gather_object=gather))
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_rollout_collect_keeps_groups_together_on_any_number_of_ranks(monkeypatch, size):
-    """The batch of K = 4 responses to 7 prompts is on each rank that of a single process: rows
-    in the order of prompts, also the experts noted; so are the four tensors of a shared sampler."""
-    torch.manual_seed(0)
-    model = MixtralForCausalLM(MixtralConfig(
-        vocab_size=96, hidden_size=16, intermediate_size=16, num_hidden_layers=2, eos_token_id=65,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, bos_token_id=None,
-        num_experts_per_tok=2, pad_token_id=65, initializer_range=0.3,
-        experts_implementation="eager")).eval().double()
-    tokenizer = rollout.task_tokenizer()
+@pytest.mark.parametrize("size", [2, 3, 9])
+def test_rollout_ranks_are_one_process(monkeypatch, size):
+    """over_ranks: results in the order of items on all ranks, with other draws on each, more ranks
+    than items included; the generator takes one draw. K = 4 responses to 7 prompts: rows in the
+    order of prompts, also the experts noted; so are the four tensors of a shared sampler."""
+    model = _tiny("mixtral", bos_token_id=None, initializer_range=0.3, intermediate_size=16,
+                  experts_implementation="eager").double()
     prompts = [p for p in ROLLOUT_PROMPTS for _ in range(4)]
     limits = dict(max_new_tokens=6, temperature=0, eos_id=list(range(60)), pad_id=3)
-    routers = [pickle.loads(pickle.dumps(model)) for _ in range(size)]
-    notes = [rollout.Routing(copy) for copy in routers]
+    routers = [copy.deepcopy(model) for _ in range(size)]
+    notes = [rollout.Routing(router) for router in routers]
 
     def work(rank):
+        g = torch.Generator().manual_seed(5)
+        draws = rollout.over_ranks(lambda share, rng: [
+            (x, torch.rand(1, generator=rng).item()) for x in share], range(7), g)
         batch = collect(
             lambda prompts, generator: generate(routers[rank], prompts, routing=notes[rank],
                                                 generator=generator, max_rows=5, **limits),
-            tokenizer, prompts, list(range(28)), torch.arange(28) // 4,
+            task_tokenizer(), prompts, list(range(28)), torch.arange(28) // 4,
             lambda text, answer: 1.0 if answer % 3 else -1.0, eos_id=list(range(60)),
-            generator=torch.Generator().manual_seed(0), routing=notes[rank])
-        return batch, rollout.shared(generate)(model, prompts, generator=None, **limits)
+            generator=None, routing=notes[rank])
+        shared = rollout.shared(generate)(model, prompts, generator=None, **limits)
+        return {**vars(batch)}, shared, draws, torch.rand(1, generator=g).item()
 
-    one = _rollout_on_ranks(monkeypatch, 1, work)[0]
-    many = _rollout_on_ranks(monkeypatch, size, work)
-    noted, attention = one[0].routing, one[0].attention
+    (one, tensors, draws, after), = _rollout_on_ranks(monkeypatch, 1, work)
+    g = torch.Generator().manual_seed(5)
+    own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=g)))
+    assert draws[0] == (0, torch.rand(1, generator=own).item())  # rank 0's, however many there are
+    assert after == torch.rand(1, generator=g).item()
+    noted, attention = one["routing"], one["attention"]
     assert ((noted[..., 0, 0] >= 0).sum(1) == attention.sum(1) - 1).all()  # the last is never fed
     notes[0].seen = []
-    routers[0](one[0].tokens, attention_mask=attention.long(), position_ids=positions(attention))
+    routers[0](one["tokens"], attention_mask=attention.long(), position_ids=positions(attention))
     full = torch.stack(notes[0].seen).view(2, *attention.shape, 2).permute(1, 2, 0, 3)
-    assert (full == noted)[noted >= 0].all() and len(set(one[0].mask.sum(1).tolist())) > 2
-    for batch, tensors in many:
-        for name, x in rollout._present(one[0]).items():
-            assert torch.allclose(getattr(batch, name), x, rtol=0, atol=1e-9) or name == "tokens"
-        assert (batch.tokens == one[0].tokens)[batch.attention].all()
-        assert all(torch.allclose(x, y, rtol=0, atol=1e-9) for x, y in zip(tensors, one[1]))
-        assert batch.prompt_id.tolist() == [i // 4 for i in range(28)]
-        assert set(batch.reward[~batch.truncated].tolist()) == {-1.0, 1.0}
-
-
-def test_rollout_another_engines_replies():
-    """pad_responses: ids and log-probs of any lengths as the four tensors of generate."""
-    tokens, attention, mask, logp = rollout.pad_responses(
-        [[1, 2], [3]], [[4], [5, 6]], [[-0.5], [-1.0, -2.0]], 9)
-    assert tokens.tolist() == [[1, 2, 4, 9], [9, 3, 5, 6]]
-    assert attention.tolist() == [[True] * 3 + [False], [False] + [True] * 3]
-    assert mask.tolist() == [[True, False], [True, True]] and logp.tolist() == [[-.5, 0], [-1, -2]]
-
-
-# ---- rollout.py, embedded task and base policy
+    assert (full == noted)[noted >= 0].all() and len(set(one["mask"].sum(1).tolist())) > 2
+    assert one["prompt_id"].tolist() == [i // 4 for i in range(28)]
+    expected = [1.0 if i % 3 else -1.0 for i in range(28)]
+    assert torch.where(one["truncated"], -1.0, torch.tensor(expected)).equal(one["reward"])
+    results = _rollout_on_ranks(monkeypatch, size, work)
+    for batch, others, their_draws, their_after in results:
+        assert their_draws == results[0][2] and their_draws[0] == draws[0] and their_after == after
+        assert [x for x, _ in their_draws] == list(range(7)) == [x for x, _ in draws]
+        assert len({draw for _, draw in their_draws}) == 7
+        assert (batch["tokens"] == one["tokens"])[attention].all()
+        pairs = [*zip(others, tensors), *((batch[x], one[x]) for x in one if x != "tokens")]
+        assert all(torch.allclose(x, y, rtol=0, atol=1e-9) for x, y in pairs if x is not None)
 
 
 def test_rollout_task_problems_and_demonstrations():
@@ -1577,9 +1559,8 @@ def test_rollout_task_problems_and_demonstrations():
     chain = lambda prompt, slip: rollout.demonstration(prompt, slip, random.Random(9))
     assert chain("+7!d=3", 0.0) == chain("+7@d=3", 1.0) == "a0b7c4d1$"
     assert chain("+7!d=3", 1.0) == "a3b3c3d3$" and chain("+7!d=3", 0.3) == "a0b7c7d4$"
-    assert rollout.chain_reward("a0b7c4d1", "d1") == 1.0
-    assert rollout.chain_reward("a0b7c4d4", "d1") == -1.0 == rollout.chain_reward("", "d1")
-    train, held_out = rollout.task_problems(), rollout.task_problems(held_out=True)
+    assert [rollout.chain_reward(x, "d1") for x in ("a0b7c4d1", "a0b7c4d4", "")] == [1, -1, -1]
+    train, held_out = task_problems(), task_problems(held_out=True)
     assert (len(train), len(held_out)) == (2448, 414)
     assert len({p.prompt for p in train + held_out}) == 2862
     assert {p.level for p in train} == {"easy", "hard 01-04", "hard 05-08", "hard 09-16"}
@@ -1596,7 +1577,7 @@ def test_rollout_task_problems_and_demonstrations():
 
 def test_rollout_task_tokenizer_is_one_of_transformers(tmp_path):
     """Saved and loaded as any tokenizer: a token per character, `$` ends and pads."""
-    rollout.task_tokenizer().save_pretrained(tmp_path)
+    task_tokenizer().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer("+7!d=3a0$").input_ids
     assert len(ids) == 9 and ids[-1] == tokenizer.eos_token_id == tokenizer.pad_token_id
@@ -1606,7 +1587,7 @@ def test_rollout_task_tokenizer_is_one_of_transformers(tmp_path):
 
 
 def test_rollout_base_policy_of_two_builders(tmp_path, monkeypatch):
-    """Two processes build at once: the second takes the first one's folder; nothing else is left.
+    """Case 40: of two processes that build at once the second takes the folder of the first alone.
     The same seed gives the same weights, and a folder that is there is not built again."""
     first, second = str(tmp_path / "a" / "base"), str(tmp_path / "b" / "base")
     rollout.build_base(first, steps=2, batch=4)
@@ -1628,52 +1609,66 @@ def test_rollout_base_policy_of_two_builders(tmp_path, monkeypatch):
     assert rollout.eos_ids(models[0], tokenizer) == sorted({5, 3, tokenizer.eos_token_id})
     rollout.write_folder(second, tokenizer, models[0])  # what stands there is replaced
     assert "mark" not in os.listdir(second) and os.listdir(tmp_path / "b") == ["base"]
+    with pytest.raises(OSError):  # but a folder without a model stays
+        rollout.write_folder(str(tmp_path), tokenizer, models[0], replace=False)
 
 
-# ---- rollout.py, problems and verifiers
+# ---- rollout.py: answers and verifiers -----------------------------------------------------------
 
-
-# The first spelling is the data set's, the others are a model's.
-ROLLOUT_SAME = [
-    ["72", "72.", "$72$", "72.0", r"\$72", "+72", "x = 72", "072", "72 dollars", r"72\text{ cm}^2",
-     r"72^\circ", r"72^{\circ}", r"\text{72}", r"\dfrac{144}{2}", r"\(72\)",
-     r"72\,\mathrm{cm}", "72 square units", r" 72 \text{ hours}.", "144/2"],
-    ["1,234", "1234", "1{,}234", r"1,\!234", r"1\,234", "1234.00", r"\$1,234",
-     "1,234 miles", "1234."],
-    ["1234567.5", "1,234,567.5", r"1{,}234{,}567.50", r"\frac{2469135}{2}"],
-    [r"\frac{1}{2}", "1/2", "0.5", ".5", r"\frac12", r"\dfrac12", r"\tfrac{1}{2}", r"\frac1{2}",
-     r"\frac{1}2", "2/4", "1 / 2", r"\frac{-1}{-2}", r"\frac{.5}{1}"],
-    [r"-\frac{1}{2}", r"\frac{-1}{2}", r"\frac{1}{-2}", "-1/2", "-.5", "−0.5", r"x=-\frac12"],
-    [r"\frac{3}{2}", r"1\frac{1}{2}", r"1\frac12", "1 1/2", "1.5"],
-    [r"11\sqrt2", r"11\sqrt{2}", r"11 \sqrt {2}"],
-    [r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2", r"\frac{\sqrt3}2", r"\dfrac{\sqrt 3}{2}"],
-    [r"-\frac{\pi}{6}", r"\frac{-\pi}{6}", r"-\pi/6", r"-\dfrac\pi6"],
-    [r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)", r"\bigl(3.0,\,\tfrac{\pi}{2}\bigr)"],
-    [r"\left[0,100\right)", "[0, 100)", r"x \in [0,100)", r"[0,\;100.0)"],
-    [r"(-\infty, 2) \cup (3, \infty)", r"(-\infty,2)\cup(3,\infty)"],
-    ["1,-2", "-2, 1", r"x = 1 \text{ or } x = -2", r"\{-2,1\}", "-2 and 1", "$1$, $-2$", "1.0,-2"],
-    [r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}", r"1-\sqrt{19} \text{ and } 1+\sqrt{19}"],
-    [r"\pm 3", "3, -3", r"\{-3, 3\}"],
-    ["(1,2), (3,4)", r"\{(3,4),(1,2)\}", "(3,4),(1,2)"],
-    [r"\text{Evelyn}", "Evelyn", r"\textbf{Evelyn}", r"\mbox{Evelyn}."],
-    [r"\text{(C)}", "C", "(C)", r"\textbf{C}"],
-    ["2x + 3", "y = 2x + 3", "f(x) = 2x + 3", "2x+3"],
-    ["52_8", "52_{8}"],
-    ["0,100", "0, 100", "100 and 0"],
-    ["(10,100)", "(10, 100)"],
-    ["(1{,}000, 2)", "(1000,2)", r"(1\,000, 2.0)"],
-    ["x^2+5", "x^{2} + 5"],
-    [r"3 \cdot 10^5", r"3\times 10^5", r"3 × 10^5"],
-    [r"x \leq 3", r"x\le 3"],
-    [r"\begin{pmatrix}-2 \\ \frac12\end{pmatrix}", r"\begin{pmatrix}-2\\\frac{1}{2}\end{pmatrix}"],
-]
-ROLLOUT_DIFFERENT = [
-    ("72", "27"), ("72", "-72"), ("1,234", "1, 234"), ("(1,234)", "1234"), ("[0,100]", "(0,100)"),
-    ("(1,2)", "(2,1)"), ("(1,2)", "1,2"), ("1,2", "1"), ("1,1", "1"), ("0.333", "1/3"),
-    (r"\frac{1}{0}", r"\frac{2}{0}"), ("2^{10}", "1024"), (r"2\cdot\frac12", "2.5"), ("x", "y"),
-    (r"5\text{ a.m.}", r"5\text{ p.m.}"), (r"\frac{-1+x}{2}", r"-\frac{1+x}{2}"), ("1 1/2", "11/2"),
-    ("52_8", "52"), (r"\sqrt{23}", r"\sqrt23"), ("10", "1"), ("x^2", "x2"), ("1-2", "1+2"),
-]
+# A row: spellings of one answer, the data set's first. Of numbers in a text, then of other answers.
+ROLLOUT_NUMBERS = [row.split(" | ") for line in r"""
+72 | 72. | $72$ | 72.0 | \$72 | +72 | x = 72 | 072 | 72 dollars | 72^\circ | 72^{\circ} | \text{72}
+50\% | 50% | 50 percent | 0.5 | 1/2 | \frac{1}{2} | .5 | \frac12 | \dfrac12 | \tfrac{1}{2}
+144 | \dfrac{288}{2} | \(144\) | 144\,\mathrm{cm} | 144 square units |  144 \text{ hours}. | 288/2
+1,234 | 1234 | 1{,}234 | 1,\!234 | 1\,234 | 1234.00 | \$1,234 | 1,234 miles | 1234. | 1{,}234.0
+\frac{1}{4} | \frac1{4} | \frac{1}4 | 2/8 | \frac{-1}{-4} | \frac{.5}{2}
+-\frac{1}{2} | \frac{-1}{2} | \frac{1}{-2} | -1/2 | -.5 | −0.5 | x=-\frac12
+\frac{3}{2} | 1\frac{1}{2} | 1\frac12 | 1 1/2 | 1.5; 3 \cdot 10^5 | 3\times 10^5 | 3 × 10^5
+10000000000000000 | 1e16 | 1E+16 | 10^{16} | 10^16 | 1 \times 10^{16} | 10,000,000,000,000,000
+0.00001 | 1e-5 | 1 \times 10^{-5} | 10^{-5} | 10⁻⁵ | \frac{1}{10^5} | 1/100000 | 0.001\% | 1 x 10^-5
+4.5e33 | 4.5 \times 10^{33} | 45\cdot 10^{32} | 4500000000000000000000000000000000
+5000000 | 5\text{ million} | 5 million | 5{,}000{,}000 | 5,000,000 | \$5 million dollars
+5 | x = 5 | y = 5. | 5\text{ cm} | 5\text{ m} | \$5 | \textbf{5} | (5) | 5 degrees | 5
+60\text{ miles per hour} | 60 mph | 60
+""".strip().splitlines() for row in line.split("; ")]
+ROLLOUT_OTHERS = [row.split(" | ") for line in r"""
+3cm | 3\text{ cm} | 3\,\mathrm{cm} | 3 centimeters; 8 dollars | 8\text{ dollars} | 8\$
+4^\circ | 4° | 4 degrees | 4^{\circ} | 4\degree; 11\text{ km/h} | 11km/h | 11 km per hour
+9\text{ m}^2 | 9\,\mathrm{m}^{2} | 9 square meters | 9 meters² | 9; 3+4i | 3 + 4i | 3+4\mathrm{i}
+\frac{1}{13}cm | \frac{1}{13}\text{ cm} | 1/13 centimeters; 6/7 | 6 / 7 | \frac67; 52_8 | 52_{8}
+11\sqrt2 | 11\sqrt{2} | 11 \sqrt {2}; \pm 3 | 3, -3 | \{-3, 3\}; a \pm b \mp c | a+b-c, a-b+c
+\frac{\sqrt{3}}{2} | \sqrt{3}/2 | \frac{\sqrt3}2 | \dfrac{\sqrt 3}{2} | √3/2 | \sqrt3/2
+no solution | No solution | \text{no solution} | \textbf{No solution.}; (10,100) | (10, 100)
+-\frac{\pi}{6} | \frac{-\pi}{6} | -\pi/6 | -\dfrac\pi6; x^2+5 | x^{2} + 5; x \leq 3 | x\le 3
+\left( 3, \frac{\pi}{2} \right) | (3,\pi/2) | \bigl(3.0,\,\tfrac{\pi}{2}\bigr)
+\left[0,100\right) | [0, 100) | x \in [0,100) | [0,\;100.0); 0,100 | 0, 100 | 100 and 0
+\text{(C)} | C | (C) | \textbf{C} | \mathrm{C}; (1,2), (3,4) | \{(3,4),(1,2)\} | (3,4),(1,2)
+(-\infty,2)\cup(3,\infty) | (-\infty, 2) \cup (3, \infty) | x \in (3, ∞) ∪ (-∞, 2.0)
+1,-2 | -2, 1 | x = 1 \text{ or } x = -2 | \{-2,1\} | -2 and 1 | $1$, $-2$ | 1.0,-2
+1 \pm \sqrt{19} | 1+\sqrt{19}, 1-\sqrt{19} | 1-\sqrt{19} \text{ and } 1+\sqrt{19}
+\pm\sqrt{3} | \{\pm \sqrt3\} | x = \pm√3 | -\sqrt3 \text{ or } \sqrt3; (x,y) = (1,2) | (1, 2)
+2x + 3 | y = 2x + 3 | f(x) = 2x + 3 | 2x+3; (1{,}000, 2) | (1000,2) | (1\,000, 2.0)
+\text{Evelyn} | Evelyn | \textbf{Evelyn} | \mbox{Evelyn}.; \langle 1,2,3,4\rangle | <1, 2.0, 3, 4>
+x=1, y=2 | y = 2 \text{ and } x = 1.0 | 1, 2; x = 7, 8 | x = 7 \text{ or } x = 8 | \{7, 8\}
+\begin{pmatrix}-2 \\ \frac12\end{pmatrix} | \begin{pmatrix}-2\\\frac{1}{2}\end{pmatrix}
+\begin{pmatrix} 1/5 \\ -3.6 \end{pmatrix} | \begin{bmatrix} \frac15\\\frac{-18}{5}\\\end{bmatrix}
+""".strip().splitlines() for row in line.split("; ")]
+ROLLOUT_DIFFERENT = [pair.split(" | ") for row in r"""
+5 | 5\text{ million}; 3 | 3\text{ halves}; 5 | 5\text{ does not exist}; 5 | 5\text{ apples}; 5 | 5i
+5 | 5x; 5m | 5; 5 | 5!; 5 | \overline{5}; 5 | 5_8; R | \mathbb{R}; A | a; 5 | about 5; 50\% | 50
+50 | 50 percent; 0.333... | 0.333; 12 | 1 2; 1 1/2 | 11/2; 10^{5}3 | 10^{53}; 2**3 | 2*3; AB = 5 | 5
+x = 5 | y = 5; f(x)=2x | g(x)=2x; x=1,y=2 | x=2,y=1; (x,y)=(1,2) | (y,x)=(1,2); 5 cm | 5 km; 1,1 | 1
+\$5 | 5 cents; 20°C | 20°F; 5\text{ a.m.} | 5\text{ p.m.}; 5 | 5\text{ p.m.}; x<5 | x>5; 5 | \ge 5
+x\le 5 | x<5; 5 | \approx 5; 5 | \ne 5; x>3 or x<1 | x>3 and x<1; (1,2) | [1,2]; [0,1) | [0,1]
+(1,2) | 1,2; \{1\} | 1; 1,234 | 1, 234; ((1,2),3) | (1,2,3); (\{1,2\},3) | (1,2,3); 1/0 | 2/0; x | y
+2\frac{-\pi}{6} | 2-\frac{\pi}{6}; 1e16 | 1e15; <1,2,3,4> | <1,3,2,4>; 5 thousand | 5 million; C | D
+\begin{vmatrix}1\end{vmatrix} | \begin{pmatrix}1\end{pmatrix}; 72 | 27; 72 | -72; (1,234) | 1234
+\begin{pmatrix}1,2\end{pmatrix} | \begin{pmatrix}2,1\end{pmatrix}; (1,2) | (2,1); 1,2 | 1; 52_8 | 52
+0.333 | 1/3; x^2 | x2; 10 | 1; \frac{1}{0} | \frac{2}{0}; 2^{10} | 1024; 2\cdot\frac12 | 2.5
+\sqrt{23} | \sqrt23; 1-2 | 1+2; \frac{-1+x}{2} | -\frac{1+x}{2}; 3cm | 3\text{ m}; 3cm | 3xcm
+4^\circ | 4 radians; 9\text{ m}^2 | 9\text{ m}; 8 dollars | 8 cents; 11 km/h | 11\text{ m/s}
+3+4i | 3-4i; \frac13cm | \frac13xcm; no solution | 5; \sqrt3/2 | \sqrt{2}/2
+""".strip().splitlines() for pair in row.split("; ")]
 ROLLOUT_HOSTILE = [
     "9**9**9**9", "9^{9^{9^{9^9}}}", "10**1000000000", "1e999999999", "99999999!", "9" * 100_000,
     "1/" + "9" * 498, "0." + "9" * 498, r"\frac{1}{0}", "__import__('os').abort()", "(" * 100_000,
@@ -1685,75 +1680,72 @@ ROLLOUT_HOSTILE = [
 
 
 def test_rollout_box_is_the_last_one_closed():
-    """extract_boxed gives the last closed box, whole, with its nested braces; none without one."""
+    """Case 18: the last closed box, whole, with its nested braces; none without one."""
     cases = {
-        r"First \boxed{1}, no wait \boxed{2}": "2",
-        r"\boxed{5": None,
-        "the answer is 5": None,
-        r"\boxed{1} then \boxed{5": "1",
-        r"\boxed{\frac{1}{\sqrt{2}}}.": r"\frac{1}{\sqrt{2}}",
-        r"\boxed{\{1, 2\}}": r"\{1, 2\}",
-        r"\boxed{\left\{ x \right.}": r"\left\{ x \right.",
-        r"a stray { and \fbox {7} }": "7",
-        r"}} \boxed{3}": "3",
-        r"\boxed{\boxed{4}}": "4",
-        r"\boxed{6 \text{or \fbox{8}} 9}": "8",
-        r"so $\boxed 12$. As asked, in \boxed form": "12",
-        r"\boxed{}": "",
-        r"\boxed{a\\}": r"a\\",
-    }
-    for text, expected in cases.items():
-        assert extract_boxed(text) == expected, text
+        r"First \boxed{1}, no wait \boxed{2}": "2", r"\boxed{5": None, "the answer is 5": None,
+        r"\boxed{1} then \boxed{5": "1", r"\boxed{\frac{1}{\sqrt{2}}}.": r"\frac{1}{\sqrt{2}}",
+        r"\boxed{\{1, 2\}}": r"\{1, 2\}", r"\boxed{\left\{ x \right.}": r"\left\{ x \right.",
+        r"a stray { and \fbox {7} }": "7", r"}} \boxed{3}": "3", r"\boxed{\boxed{4}}": "4",
+        r"\boxed{6 \text{or \fbox{8}} 9}": "8", r"\boxed{}": "", r"\boxed{a\\}": r"a\\",
+        r"so $\boxed 12$. As asked, in \boxed form": "12"}
+    assert {text: extract_boxed(text) for text in cases} == cases
 
 
-def test_rollout_answers_that_mean_the_same():
-    """Every spelling of a row gets the reward of every other, and a second pass changes nothing."""
-    for row in ROLLOUT_SAME:
-        for spelling in row:
-            for answer in (row[0], row[-1]):
-                assert math_reward(rf"so \boxed{{{spelling}}}.", answer) == 1.0, (spelling, answer)
-            assert canonical(canonical(spelling)) == canonical(spelling), spelling
+@pytest.mark.parametrize("verify, answer, right, wrong", [
+    (math_reward, "33", [r"\boxed{033}", r"\boxed{1}, no \boxed{33.0}"],
+     ["the answer is 33", "33", r"\boxed{33", r"\boxed{}", ""]),
+    (math_reward, "", [], [r"\boxed{}"]),
+    (number_reward, "3", ["She has 5 - 2 = 3 apples left, so 3.", "10-3", "1, 2 and 3", "003"],
+     ["no number", "", "3 or 6", "-3", "9**9**9**9"]),
+    (number_reward, r"\$1234.5", ["a total of $1,234.50!", "so 1,234.5."], ["1,234", "234.5"]),
+    (number_reward, "0.75", ["x is 3/4", r"equals \frac{3}{4}", ".75"], ["3", "4"]),
+    (number_reward, "-7/2", ["It is -3.5.", "−3.5"], ["3.5"]),
+    (number_reward, "50", ["50%", r"\boxed{50}", "#### 50", "about $50."], ["0.5"]),
+    (number_reward, "1,000", ["1{,}000"], ["1, 0"]),
+    (rollout.VERIFIERS["answer"], "34", [  # case 35
+        "So.\nAnswer: 34", r"So.\nAnswer: \boxed{34}".replace(r"\n", "\n"), "**Answer:** $34$",
+        "**Answer: 34**", "Answer:\n34", "Answer: 1\nAnswer: 34", "### Final answer: 34.",
+        r"Answer: \(34\)"],
+     ["Answer: 34\nAnswer: 35", "The answer is 34", "34", "", "Answer:", r"\boxed{34}",
+      "Answer: 34 or 35", r"Answer: \boxed{34", "Answer: 34}", "Answer: " + "{" * 10**5])])
+def test_rollout_verdicts_by_hand(verify, answer, right, wrong):
+    """The last box, the last number by its value, the last line `Answer: …`, boxed or not."""
+    assert [verify(text, answer) for text in right + wrong] == [1.0] * len(right) + [-1.0] * len(
+        wrong)
 
 
-def test_rollout_answers_that_differ():
-    """Rows do not meet: no spelling of one is right for another, nor in the hand-made pairs."""
-    rows = [{canonical(spelling) for spelling in row} for row in ROLLOUT_SAME]
-    assert all(len(row) == 1 for row in rows) and len(set.union(*rows)) == len(rows)
+@pytest.mark.parametrize("same", ROLLOUT_NUMBERS + ROLLOUT_OTHERS)
+def test_rollout_answers_same_by_hand(same):
+    """Cases 23-26: all spellings are the first and the last one, in a box and on a line `Answer:`,
+    a number also as the last one of a text; a second pass changes nothing."""
+    for x in same:
+        assert canonical(canonical(x)) == canonical(x) and same_answer(same[0], x), x
+        for answer in (same[0], same[-1]):
+            assert math_reward(rf"so \boxed{{{x}}}.", answer) == 1.0, (x, answer)
+        assert answer_reward(f"First 7.\nAnswer: {x}", same[0]) == 1.0, x
+        if same in ROLLOUT_NUMBERS and "=" not in x:
+            assert number_reward(f"It is 7, no, it is {x}", same[0]) == 1.0, x
+
+
+def test_rollout_answers_differ_by_hand():
+    """Case 25 and its kind: what a mathematician tells apart is never equal. Rows do not meet."""
     for one, other in ROLLOUT_DIFFERENT:
-        assert math_reward(rf"\boxed{{{one}}}", other) == -1.0, (one, other)
-    assert math_reward("the answer is 72", "72") == -1.0
-    assert math_reward(r"\boxed{72", "72") == -1.0
-    assert math_reward(r"\boxed{}", "") == -1.0
-    assert math_reward(r"\boxed{033}", "33") == 1.0
-
-
-def test_rollout_last_number():
-    """number_reward compares the last number of the text by its value."""
-    right = [
-        ("She has 5 - 2 = 3 apples left, so 1,234.", "1234"), ("It is -3.5.", "-7/2"),
-        ("about $18.", "18"), ("x is 3/4", "0.75"), ("10-3", "3"), ("50%", "50"), ("−2", "-2"),
-        ("a total of $1,234.50!", r"\$1234.5"), (r"equals \frac{3}{4}", ".75"), ("33", "033"),
-        (r"\boxed{7}", "7"), ("#### 72", "72"), ("1{,}000", "1,000"), ("1, 2 and 3", "3"),
-    ]
-    wrong = [("no number", "5"), ("", "5"), ("5 or 6", "5"), ("5", "-5"), ("9**9**9**9", "1")]
-    for text, answer in right:
-        assert number_reward(text, answer) == 1.0, text
-    for text, answer in wrong:
-        assert number_reward(text, answer) == -1.0, text
+        assert not same_answer(one, other) and not same_answer(other, one), (one, other)
+    rows = [{canonical(x) for x in row} for row in ROLLOUT_NUMBERS + ROLLOUT_OTHERS]
+    assert all(len(row) == 1 for row in rows) and len(set.union(*rows)) == len(rows)
 
 
 def test_rollout_hostile_text_is_wrong_at_once_and_the_same_in_a_thread():
-    """No text raises, hangs or is evaluated, and a worker thread comes to the same verdicts."""
+    """Case 19: no text raises, hangs or is evaluated, and a thread comes to the same verdicts."""
     long = [
         r"\boxed{" * 30_000, "{" * 200_000, r"\boxed" + " " * 200_000, "\\" * 200_001,
         "1," * 100_000, r"\boxed{" * 20_000 + "}" * 20_000, "1" * 200_000, "-" * 200_000,
-        r"\frac{1" * 30_000,
-    ]
-    texts = long + [rf"\boxed{{{text}}}" for text in ROLLOUT_HOSTILE] + ROLLOUT_HOSTILE
-    verify = [math_reward, number_reward]
+        r"\frac{1" * 30_000]
+    texts = [*long, *ROLLOUT_HOSTILE, *(rf"\boxed{{{text}}}" for text in ROLLOUT_HOSTILE),
+             *(f"Answer: {text}" for text in ROLLOUT_HOSTILE)]
 
     def verdicts():
-        return [f(text, "1024") for text in texts for f in verify]
+        return [f(x, "1024") for x in texts for f in (math_reward, number_reward, answer_reward)]
 
     here, there = verdicts(), []
     thread = threading.Thread(target=lambda: there.extend(verdicts()))
@@ -1772,185 +1764,9 @@ def test_rollout_answers_of_noise():
     rng, last = random.Random(0), "5"
     for _ in range(600):
         text = "".join(rng.choices(pieces, k=rng.choice([1, 2, 4, 8, 90])))
-        assert rollout.same_answer(text, text), text
-        assert rollout.same_answer(text, last) == rollout.same_answer(last, text), (text, last)
+        assert same_answer(text, text), text
+        assert same_answer(text, last) == same_answer(last, text), (text, last)
         last = text
-
-
-def _rollout_file(tmp_path, *rows):
-    path = tmp_path / "problems.jsonl"
-    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return path
-
-
-def test_rollout_every_layout_loads(tmp_path):
-    """GSM8K, MATH, AIME, DAPO-Math and verl rows load; blank lines, BOM and CRLF do no harm."""
-    chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "2+2?"}]
-    path = _rollout_file(
-        tmp_path,
-        b'\xef\xbb\xbf{"question": "q1", "answer": "5 * 2 = 10\\n#### 1,234"}\r',
-        b"  \r",
-        {"problem": "q2", "solution": r"$\boxed{1}$, no: $\boxed{\frac{1}{2}}$."},
-        {"problem": "q3", "answer": 33, "solution": r"\boxed{no}", "prompt": None},
-        {"ID": "2024-I-1", "problem": "q4", "answer": "033"},
-        {"prompt": chat, "reward_model": {"ground_truth": "34", "style": "rule"}, "answer": None},
-        {"prompt": "q6", "reward_model": {"style": "rule"}, "answer": 0, "question": "other"},
-        {"question": "q7 \u2028 é", "answer": r"so \boxed{(1,2)}"},
-    )
-    expected = [
-        ("q1", "1,234"), ("q2", r"\frac{1}{2}"), ("q3", "33"), ("q4", "033"),
-        (chat, "34"), ("q6", "0"), ("q7 \u2028 é", "(1,2)"),
-    ]
-    assert load_problems(path) == [Problem(prompt, answer) for prompt, answer in expected]
-    with pytest.raises(ValueError, match="problems.jsonl: expected one JSON object per line"):
-        load_problems(_rollout_file(tmp_path, b"", b" "))
-
-
-@pytest.mark.parametrize("row, message", [
-    (b'{"question": "q", ', "line 3: expected a JSON object, found broken JSON"),
-    (b"\xff\xfe", "line 3: .*utf-8"),
-    (b"[" * 50_000, "line 3: .*found a JSON list"),
-    (b'{"a":' * 50_000, "line 3: .*broken JSON"),
-    (b'[{"question": "q", "answer": "1"}]', "line 3: expected JSONL.*found a JSON list"),
-    (b'"text"', 'line 3: expected a JSON object, found "text"'),
-    ({"text": "q", "answer": "1"}, "line 3: .*prompt, problem, question; found text, answer"),
-    ({"question": "q", "label": 1}, "line 3: .*answer, solution; found question, label"),
-    ({"question": "q", "reward_model": "34"}, "line 3: .*reward_model.ground_truth, answer"),
-    ({}, "line 3: .*found none"),
-    ({"question": " \n", "answer": "1"}, "line 3: question: .*not empty"),
-    ({"question": 5, "answer": "1"}, "line 3: question: .*found 5"),
-    ({"prompt": [], "answer": "1"}, "line 3: prompt: "),
-    ({"prompt": ["q"], "answer": "1"}, "line 3: prompt: "),
-    ({"prompt": [{"role": "user"}], "answer": "1"}, "line 3: prompt: "),
-    ({"prompt": [{"role": "system", "content": "q"}], "answer": "1"}, "line 3: prompt: .*user"),
-    ({"prompt": [{"role": "user", "content": " "}], "answer": "1"}, "line 3: prompt: "),
-    ({"question": "q", "answer": ["1", "2"]}, "line 3: answer: expected a text or a number"),
-    ({"question": "q", "answer": True}, "line 3: answer: expected a text or a number"),
-    ({"question": "q", "answer": "5 #### "}, "line 3: answer: expected an answer"),
-    ({"question": "q", "answer": ""}, "line 3: answer: expected an answer"),
-    ({"problem": "q", "solution": r"\boxed{5"}, "line 3: solution: expected a closed"),
-])
-def test_rollout_bad_line_is_named(tmp_path, row, message):
-    """A line that does not fit raises one sentence with file, line, expected and found."""
-    path = _rollout_file(tmp_path, {"question": "q", "answer": "1"}, b"", row)
-    with pytest.raises(ValueError, match="problems.jsonl, " + message) as error:
-        load_problems(path)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 400
-
-
-def test_rollout_prompt_as_token_ids():
-    """encode_prompt is a list of ids: the chat template's up to the reply, or the plain text's."""
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
-    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    plain, chat = _rollout_tokenizer(), _rollout_tokenizer(template)
-    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "2+2?"}]
-    text, talk = Problem("2+2?", "4"), Problem(messages, "4")
-    cases = [
-        (plain, text, "", "2+2?"),
-        (plain, text, "Box it.", "2+2?\nBox it."),
-        (plain, talk, "", "S\n\n2+2?"),
-        (chat, text, "", "<user>2+2?</><assistant>"),
-        (chat, talk, "Box it.", "<system>S</><user>2+2?\nBox it.</><assistant>"),
-    ]
-    for tokenizer, problem, instruction, expected in cases:
-        ids = encode_prompt(tokenizer, problem, instruction=instruction)
-        assert type(ids) is list and all(type(i) is int for i in ids)
-        assert tokenizer.decode(ids) == expected
-    assert messages[-1]["content"] == "2+2?"
-
-
-def _rollout_tokenizer(chat_template=None):
-    tokenizer = rollout.task_tokenizer()
-    tokenizer.chat_template = chat_template
-    return tokenizer
-
-
-def test_rollout_data_that_repeats_or_is_too_long(tmp_path, capsys):
-    """Prompts that stand twice are left out, so none is held out and trained on; those over
-    max_prompt are counted and skipped, or refused; the split is the same every time."""
-    file = str(tmp_path / "data.jsonl")
-    rows = [{"prompt": str(n) * n, "answer": "2"} for n in (3, 4, 5, 6, 7, 8, 2, 1, 9)]
-    rows += [*rows, {"prompt": "0" * 30, "answer": "2"}, {"prompt": "0" * 2, "answer": "2"}]
-    open(file, "w").write("\n".join(map(json.dumps, rows)))
-    train, held_out = rollout.load_data(file, "", 5)
-    assert len({p.prompt for p in train + held_out}) == 11 and len(held_out) == 1
-    assert "left out 9 of 20 problems" in capsys.readouterr().out
-    assert rollout.load_data(file, "", 5) == (train, held_out)
-    open(other := file + "2", "w").write("\n".join(map(json.dumps, rows[:3])))
-    assert [len(x) for x in rollout.load_data(file, other, 7)] == [8, 3]  # none is in both
-    assert [len(x) for x in rollout.load_data("", "", 8)] == [2448, 8]
-    few = rollout.load_data(str(_rollout_file(tmp_path, *rows[:3])), "", 5)
-    assert [len(x) for x in few] == [2, 1]  # one is always held out
-    with pytest.raises(ValueError, match="--data: expected 2 or more problems .* found 1"):
-        rollout.load_data(str(_rollout_file(tmp_path, *rows[:2])), "", 5)
-    limits, problems = dict(max_prompt=9, instruction=""), train + held_out
-    kept, ids = rollout.encode_prompts(rollout.task_tokenizer(), problems, long_prompts="skip",
-                                       **limits)
-    assert [len(p.prompt) for p in kept] == [len(x) for x in ids] and max(map(len, ids)) == 9
-    assert len(kept) == 10 and "skipped 1 of 11 prompts" in capsys.readouterr().out
-    long = [p for p in problems if len(p.prompt) > 9]
-    for some, rule in ((problems, "stop"), (long, "skip")):
-        with pytest.raises(ValueError, match="--max-prompt: .* 1 of .*longer.* longest 30"):
-            rollout.encode_prompts(rollout.task_tokenizer(), some, long_prompts=rule, **limits)
-    with pytest.raises(ValueError, match="--data: .*chat template takes"):
-        rollout.encode_prompts(_rollout_tokenizer("{{ 1 / 0 }}"), kept, long_prompts="skip",
-                               **limits)
-
-
-@pytest.fixture
-def rollout_script(monkeypatch):
-    """Lets a test put another script in the place of the one that imports the package."""
-    rollout._math_verify_process.cache_clear()
-    yield lambda script: monkeypatch.setattr(rollout, "MATH_VERIFY", script)
-    if rollout._math_verify_process.cache_info().currsize:
-        rollout._math_verify_process().kill()
-    rollout._math_verify_process.cache_clear()
-
-
-def test_rollout_math_verify_missing(rollout_script):
-    """Without the package the first call, whatever its text, is an error that names it."""
-    rollout_script("import a_package_that_nobody_has")
-    for text in ("", r"\boxed{1}"):
-        with pytest.raises(ImportError, match="pip install 'math-verify"):
-            rollout.VERIFIERS["math_verify"](text, "1")
-
-
-def test_rollout_math_verify_survives_a_hang(rollout_script, monkeypatch):
-    """A question that hangs or kills the process is wrong, the next is answered; in a thread."""
-    rollout_script(
-        "import json\nprint('ready', flush=True)\nwhile True:\n"
-        "    answer, boxed = json.loads(input())\n"
-        "    while boxed == 'h': pass\n"
-        "    print(1 / (boxed != 'd') and boxed == 'y', flush=True)\n"
-    )
-    monkeypatch.setattr(rollout, "MATH_VERIFY_SECONDS", 0.5)
-    verdicts = []
-
-    def ask():
-        for boxed in ("y", "n", "h", "y", "d", "y", "y" * 1000, "yes", "5"):
-            verdicts.append(math_verify_reward(rf"\boxed{{{boxed}}}", "5.0"))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    assert verdicts == [1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0]
-
-
-# ---- rollout.py: answers and verifiers -----------------------------------------------------------
-
-
-# ---- rollout.py, answers -------------------------------------------------------------------------
-
-ANSWERS_UNITS = [  # spellings of a unit, then another unit
-    (["cm", r"\text{ cm}", r"\,\mathrm{cm}", " centimeters"], r"\text{ m}"),
-    ([r"^\circ", "°", " degrees", r"^{\circ}", r"\degree"], " radians"),
-    ([r"\text{ m}^2", r"\,\mathrm{m}^{2}", " square meters", " meters²"], r"\text{ m}"),
-    ([" dollars", r"\text{ dollars}", r"\$"], " cents"),
-    ([r"\text{ km/h}", "km/h", " km per hour"], r"\text{ m/s}")]
-ANSWERS_TEXTS = [["no solution", "No solution", r"\text{no solution}", r"\textbf{No solution.}"],
-                 ["C", "(C)", r"\text{(C)}", r"\mathrm{C}"], ["3+4i", "3 + 4i", r"3+4\mathrm{i}"],
-                 [r"\frac{\sqrt{3}}{2}", r"\sqrt3/2", "√3/2", r"\dfrac{\sqrt{3}}2"]]
 
 
 def _answers_number(value):
@@ -2003,10 +1819,6 @@ def _answers_generated(n):
         for kind, same in kinds.items():
             yield same, changed[kind][:2] + [
                 x[0] for k, x in kinds.items() if k != kind and {k, kind} != {"set", "list"}]
-        units, another = rng.choice(ANSWERS_UNITS)
-        plain = rng.choice([str(abs(value.numerator)), rf"\frac{{1}}{{{value.denominator}}}"])
-        yield [plain + unit for unit in units], [plain + another, plain + "x" + units[0]]
-        yield rng.choice(ANSWERS_TEXTS), ["5", "D", "3-4i", "25", "x>5", "2x-3", r"\sqrt{2}/2"]
 
 
 def test_rollout_answers_generated(monkeypatch):
@@ -2017,112 +1829,154 @@ def test_rollout_answers_generated(monkeypatch):
             assert same_answer(x, y) is same_answer(y, x) is (y in same), (x, y)
 
 
-@pytest.mark.parametrize("same", [row.split(" | ") for row in r"""
-10000000000000000 | 1e16 | 1E+16 | 10^{16} | 10^16 | 1 \times 10^{16} | 10,000,000,000,000,000
-0.00001 | 1e-5 | 1 \times 10^{-5} | 10^{-5} | 10⁻⁵ | \frac{1}{10^5} | 1/100000 | 0.001\% | 1 x 10^-5
-4.5e33 | 4.5 \times 10^{33} | 45\cdot 10^{32} | 4500000000000000000000000000000000
-5000000 | 5\text{ million} | 5 million | 5{,}000{,}000 | 5,000,000 | \$5 million dollars
-5 | x = 5 | y = 5. | 5\text{ cm} | 5\text{ m} | \$5 | \textbf{5} | (5) | 5 degrees
-50\% | 50% | 50 percent | 0.5 | 1/2
-\begin{pmatrix} 1/5 \\ -3.6 \end{pmatrix} | \begin{bmatrix} \frac15\\\frac{-18}{5}\\\end{bmatrix}
-(-\infty,2)\cup(3,\infty) | x \in (3, ∞) ∪ (-∞, 2.0)
-x=1, y=2 | y = 2 \text{ and } x = 1.0 | 1, 2
-\pm\sqrt{3} | \{\pm \sqrt3\} | x = \pm√3 | -\sqrt3 \text{ or } \sqrt3
-x = 1, 2 | x = 1 \text{ or } x = 2 | \{1, 2\}
-(x,y) = (1,2) | (1, 2)
-a \pm b \mp c | a+b-c, a-b+c
-\langle 1,2,3,4\rangle | <1, 2.0, 3, 4>
-60\text{ miles per hour} | 60 mph | 60
-""".strip().splitlines()])
-def test_rollout_answers_same_by_hand(same):
-    """Cases 23-26: all spellings are the first one: in a box, on the line `Answer:` and, where it
-    is a number, as the last number of a text."""
-    for x in same:
-        assert math_reward(rf"\boxed{{{x}}}", same[0]) == 1.0 and same_answer(same[0], x), x
-        assert answer_reward(f"First 7.\nAnswer: {x}", same[0]) == 1.0, x
-        if same[0][:1].isdigit() and "=" not in x:
-            assert number_reward(f"It is 7, no, it is {x}", same[0]) == 1.0, x
+def _rollout_file(tmp_path, *rows):
+    """A JSONL file of these rows, of which bytes are lines already."""
+    path = tmp_path / "problems.jsonl"
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
 
 
-@pytest.mark.parametrize("pair", [pair for row in r"""
-5 | 5\text{ million}; 3 | 3\text{ halves}; 5 | 5\text{ does not exist}; 5 | 5\text{ apples}
-5 | 5i; 5 | 5x; 5m | 5; 5 | 5!; 5 | \overline{5}; 5 | 5_8; R | \mathbb{R}; A | a; 5 | about 5
-50\% | 50; 50 | 50 percent; 0.333... | 0.333; 12 | 1 2; 1 1/2 | 11/2; 10^{5}3 | 10^{53}; 2**3 | 2*3
-x = 5 | y = 5; f(x)=2x | g(x)=2x; x=1,y=2 | x=2,y=1; (x,y)=(1,2) | (y,x)=(1,2); AB = 5 | 5
-5 cm | 5 km; \$5 | 5 cents; 20°C | 20°F; 5\text{ a.m.} | 5\text{ p.m.}; 5 | 5\text{ p.m.}
-x<5 | x>5; x\le 5 | x<5; 5 | \ge 5; 5 | \approx 5; 5 | \ne 5; x>3 or x<1 | x>3 and x<1
-(1,2) | [1,2]; [0,1) | [0,1]; (1,2) | 1,2; \{1\} | 1; 1,234 | 1, 234; ((1,2),3) | (1,2,3)
-(\{1,2\},3) | (1,2,3); 2\frac{-\pi}{6} | 2-\frac{\pi}{6}; 1/0 | 2/0; 1e16 | 1e15; 1,1 | 1
-\begin{vmatrix}1\end{vmatrix} | \begin{pmatrix}1\end{pmatrix}; <1,2,3,4> | <1,3,2,4>
-5 thousand | 5 million; (1,234) | 1234
-\begin{pmatrix}1,2\end{pmatrix} | \begin{pmatrix}2,1\end{pmatrix}
-""".strip().splitlines() for pair in row.split("; ")])
-def test_rollout_answers_differ_by_hand(pair):
-    """Case 25 and its kind: what a mathematician tells apart is never equal."""
-    one, other = pair.split(" | ")
-    assert not same_answer(one, other) and not same_answer(other, one)
+def test_rollout_every_layout_and_answer_loads(tmp_path, capsys):
+    """GSM8K, MATH, AIME, DAPO-Math and verl rows load; blank lines, BOM and CRLF do no harm. Cases
+    22-24: a list of one, as JSON or as text, is that one; JSON numbers keep their digits; the forms
+    are counted in one line."""
+    layouts = rb"""
+    {"question": "q1", "answer": "5 * 2 = 10\n#### 1,234"}
 
-
-def test_rollout_answers_of_lines():
-    """Case 35: the last line `Answer: …` counts, with or without a box, bold or math."""
-    right = ["Answer: 34", r"Answer: \boxed{34}", "**Answer:** $34$", "**Answer: 34**",
-             "Answer:\n34", "Answer: 1\nAnswer: 34", "### Final answer: 34.", r"Answer: \(34\)"]
-    wrong = ["Answer: 34\nAnswer: 35", "The answer is 34", "34", "", "Answer:", r"\boxed{34}",
-             "Answer: 34 or 35", r"Answer: \boxed{34", "Answer: 34}", "Answer: " + "{" * 10**5]
-    assert [answer_reward("So.\n" + text, "34") for text in right + wrong] == [1] * 8 + [-1] * 10
-    assert rollout.VERIFIERS["answer"] is answer_reward
-
-
-def _answers_file(tmp_path, *golds):
-    """A file with these answers, of which bytes are JSON already."""
-    rows = [b'{"question": "q%d", "reward_model": {"ground_truth": %s}}' % (
-        i, x if isinstance(x, bytes) else json.dumps(x).encode()) for i, x in enumerate(golds)]
-    (tmp_path / "gold.jsonl").write_bytes(b"\n".join(rows))
-    return str(tmp_path / "gold.jsonl")
-
-
-def test_rollout_answers_gold_forms(tmp_path, capsys):
-    """Cases 22-24: a list of one, as JSON or as text, is that one; JSON numbers keep their digits;
-    the forms are counted in one line."""
-    read = {b'"[\\"76\\"]"': "76", b'["76"]': "76", b"[76]": "76", b'"[76]"': "76",
-            b"\"['76']\"": "76", b"1e16": "1" + "0" * 16, b"0.00001": "0.00001", b"-0.0": "-0.0",
-            b"4.5e33": "45" + "0" * 32, b'"4.5e33"': "4.5e33", b'"1/2"': "1/2", b'"yes"': "yes",
-            b'"[0, 1]"': "[0, 1]", b'"\\\\sqrt{2}"': r"\sqrt{2}"}
-    path = _answers_file(tmp_path, *read)
-    assert [problem.answer for problem in load_problems(path)] == list(read.values())
+    {"problem": "q2", "solution": "$\\boxed{1}$, no: $\\boxed{\\frac{1}{2}}$."}
+    {"problem": "q3", "answer": 33, "solution": "\\boxed{no}", "prompt": null}
+    {"ID": "2024-I-1", "problem": "q4", "answer": "033"}
+    {"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "34"}}
+    {"prompt": "q6", "reward_model": {"style": "rule"}, "answer": 0, "question": "other"}
+    {"question": "q7 \u2028 \u00e9", "answer": "so \\boxed{(1,2)}", "reward_model": null}
+    """.strip().replace(b"\n", b"\r\n")
+    chat = [{"role": "user", "content": "2+2?"}]
+    expected = [("q1", "1,234"), ("q2", r"\frac{1}{2}"), ("q3", "33"), ("q4", "033"), (chat, "34"),
+                ("q6", "0"), ("q7 \u2028 é", "(1,2)")]
+    golds = {b'"[\\"76\\"]"': "76", b'["76"]': "76", b"[76]": "76", b'"[76]"': "76",
+             b"\"['76']\"": "76", b"1e16": "1" + "0" * 16, b"0.00001": "0.00001", b"-0.0": "-0.0",
+             b"4.5e33": "45" + "0" * 32, b'"4.5e33"': "4.5e33", b'"1/2"': "1/2", b'"yes"': "yes",
+             b'"[0, 1]"': "[0, 1]", b'"\\\\sqrt{2}"': r"\sqrt{2}"}
+    rows = [b'{"question": "q", "reward_model": {"ground_truth": %s}}' % x for x in golds]
+    path = _rollout_file(tmp_path, b"\xef\xbb\xbf" + layouts, *rows)
+    expected += [("q", x) for x in golds.values()]
+    assert load_problems(path) == [Problem(prompt, answer) for prompt, answer in expected]
     rollout.load_data(path, "", 1)
-    assert capsys.readouterr().out == (
-        "answers: number 10 · fraction 1 · text 1 · list 1 · expression 1\n")
+    assert capsys.readouterr().out.startswith(
+        "answers: number 15 · fraction 2 · list 2 · text 1 · expression 1\n")
+    with pytest.raises(ValueError, match="problems.jsonl: expected one JSON object per line"):
+        load_problems(_rollout_file(tmp_path, b"", b" "))
 
 
-@pytest.mark.parametrize("gold", [
-    ["1", "2"], [], [["1"]], {"a": 1}, '["1", "2"]', "['1','2']", '["1"', '{"a": 1}', "[]",
-    "[null]", True, float("nan"), float("inf"), "NaN", "null", " ", "5}", "{5", "\frac{1}{2}",
-    "3 \times 5", r"\text{}", '["\\frac{1}{2}"]', b"1e999999"])
-def test_rollout_answers_gold_refused(tmp_path, gold):
-    """A gold that no reply can meet is refused with its file and line."""
-    with pytest.raises(ValueError, match=r"gold.jsonl, line 2: .*truth: expected a[^\n]*$"):
-        load_problems(_answers_file(tmp_path, "1", gold))
+@pytest.mark.parametrize("words, rows", [
+    ("expected a JSON object, found broken JSON", [b'{"question": "q", ', b'{"a":' * 50_000]),
+    (".*utf-8", [b"\xff\xfe"]),
+    ("expected JSONL.*found a JSON list", [b"[" * 50_000, b'[{"question": "q", "answer": "1"}]']),
+    ('expected a JSON object, found "text"', [b'"text"']),
+    (".*prompt, problem, question; found text, answer", [{"text": "q", "answer": "1"}]),
+    (".*answer, solution; found question, label", [{"question": "q", "label": 1}]),
+    (".*reward_model.ground_truth, answer", [{"question": "q", "reward_model": "34"}]),
+    (".*found none", [{}]),
+    ("question: .*not empty", [{"question": " \n", "answer": "1"}]),
+    ("question: .*found 5", [{"question": 5, "answer": "1"}]),
+    ("prompt: .*user", [{"prompt": x, "answer": "1"} for x in (
+        [], ["q"], [{"role": "user"}], [{"role": "system", "content": "q"}],
+        [{"role": "user", "content": " "}])]),
+    ("answer: expected a text or a number", [
+        {"question": "q", "answer": x} for x in (["1", "2"], True)]),
+    ("answer: expected an answer", [{"question": "q", "answer": x} for x in ("5 #### ", "")]),
+    ("solution: expected a closed", [{"problem": "q", "solution": r"\boxed{5"}]),
+    ("reward_model.ground_truth: expected a", [  # a gold that no reply can meet
+        b'{"question": "q", "reward_model": {"ground_truth": 1e999999}}',
+        *({"question": "q", "reward_model": {"ground_truth": x}} for x in (
+            ["1", "2"], [], [["1"]], {"a": 1}, '["1", "2"]', "['1','2']", '["1"', '{"a": 1}', "[]",
+            "[null]", True, float("nan"), float("inf"), "NaN", "null", " ", "5}", "{5",
+            "\frac{1}{2}", "3 \times 5", r"\text{}", '["\\frac{1}{2}"]'))])])
+def test_rollout_bad_line_is_named(tmp_path, words, rows):
+    """A line that does not fit raises one sentence with file, line, expected and found."""
+    for row in rows:
+        path = _rollout_file(tmp_path, {"question": "q", "answer": "1"}, b"", row)
+        with pytest.raises(ValueError, match="problems.jsonl, line 3: " + words) as error:
+            load_problems(path)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-def test_rollout_answers_prompt_does_not_end_in_eos():
-    """Case 32: what a tokenizer appends to each text is taken off, with or without a template."""
-    for template in (None, "a template"):
-        tokenizer = Mock(eos_token_id=2, chat_template=template)
-        tokenizer.apply_chat_template.return_value = [1, 5, 2, 6, 2]
-        tokenizer.return_value.input_ids = [1, 5, 2, 6, 2, 2]
-        assert encode_prompt(tokenizer, Problem("p", "1")) == [1, 5, 2, 6]
+def _rollout_tokenizer(chat_template=None):
+    tokenizer = task_tokenizer()
+    tokenizer.chat_template = chat_template
+    return tokenizer
 
 
-@pytest.mark.parametrize("ids, words", [
-    ([[5], []], "no token for prompt 1"), ([[], []], "no token for prompt 0"), ([[5]], "found 1")])
-def test_rollout_answers_need_a_token(ids, words):
-    """Case 36: a sampler that gives a prompt no token, or no response, is named in one sentence."""
-    tokenizer = Mock(pad_token_id=2, batch_decode=lambda rows, **how: [""] * len(rows))
-    with pytest.raises(ValueError, match="sampler: expected a response to each of 2 .*" + words):
-        collect(lambda prompts, generator: rollout.pad_responses(
-            prompts, ids, [[0.0] * len(x) for x in ids], 2), tokenizer, [[1], [1]],
-            ["", ""], torch.arange(2), lambda *a: 1.0, eos_id=[2], generator=None)
+def test_rollout_prompt_as_token_ids():
+    """encode_prompt is a list of ids: the chat template's up to the reply, or the plain text's.
+    Case 32: end-of-sequence tokens ($) at the end are taken off, others stay."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    plain, chat, ends = map(_rollout_tokenizer, (None, template, template + "$$"))
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "2+2?"}]
+    text, talk = Problem("2+2?", "4"), Problem(messages, "4")
+    for tokenizer, problem, instruction, expected in [
+            (plain, text, "", "2+2?"), (plain, text, "Box it.", "2+2?\nBox it."),
+            (plain, talk, "", "S\n\n2+2?"), (plain, Problem("2$2$$", "4"), "", "2$2"),
+            (chat, text, "", "<user>2+2?</><assistant>"),
+            (chat, talk, "Box it.", "<system>S</><user>2+2?\nBox it.</><assistant>"),
+            (ends, text, "$", "<user>2+2?\n$</><assistant>")]:
+        ids = encode_prompt(tokenizer, problem, instruction=instruction)
+        assert type(ids) is list and all(type(i) is int for i in ids)
+        assert tokenizer.decode(ids) == expected
+    assert messages[-1]["content"] == "2+2?"
+
+
+def test_rollout_data_that_repeats_or_is_too_long(tmp_path, capsys):
+    """Case 29: prompts that stand twice are left out, so none is held out and trained on; those
+    over max_prompt are counted and skipped, or refused; the split is the same every time."""
+    rows = [{"prompt": str(n) * n, "answer": "2"} for n in (3, 4, 5, 6, 7, 8, 2, 1, 9)]
+    rows += [*rows, {"prompt": "0" * 30, "answer": "2"}, {"prompt": "0" * 2, "answer": "2"}]
+    os.mkdir(tmp_path / "few")
+    file, other = _rollout_file(tmp_path, *rows), _rollout_file(tmp_path / "few", *rows[:3])
+    train, held_out = rollout.load_data(file, "", 5)
+    assert len({p.prompt for p in train + held_out}) == 11 and len(held_out) == 1
+    assert "left out 9 of 20 problems" in capsys.readouterr().out
+    assert rollout.load_data(file, "", 5) == (train, held_out)
+    for data, eval_data, n, sizes in [(file, other, 7, [8, 3]), ("", "", 8, [2448, 8]),
+                                      (other, "", 5, [2, 1])]:  # one is always held out
+        assert [len(x) for x in rollout.load_data(data, eval_data, n)] == sizes
+    with pytest.raises(ValueError, match="--data: expected 2 or more problems .* found 1"):
+        rollout.load_data(_rollout_file(tmp_path, *rows[:2]), "", 5)
+    encode = functools.partial(rollout.encode_prompts, max_prompt=9, instruction="")
+    kept, ids = encode(task_tokenizer(), train + held_out, long_prompts="skip")
+    assert [len(p.prompt) for p in kept] == [len(x) for x in ids] and max(map(len, ids)) == 9
+    assert len(kept) == 10 and "skipped 1 of 11 prompts" in capsys.readouterr().out
+    long = [p for p in train + held_out if len(p.prompt) > 9]
+    for some, rule in ((train + held_out, "stop"), (long, "skip")):
+        with pytest.raises(ValueError, match="--max-prompt: .* 1 of .*longer.* longest 30"):
+            encode(task_tokenizer(), some, long_prompts=rule)
+    with pytest.raises(ValueError, match="--data: .*chat template takes"):
+        encode(_rollout_tokenizer("{{ 1 / 0 }}"), kept, long_prompts="skip")
+
+
+def test_rollout_math_verify(monkeypatch):
+    """Case 19: without the package the first call, whatever its text, is an error that names it. A
+    question that hangs or kills the process is wrong, the next one is answered; in a thread."""
+    fresh = functools.cache(rollout._math_verify_process.__wrapped__)
+    monkeypatch.setattr(rollout, "_math_verify_process", fresh)
+    monkeypatch.setattr(rollout, "MATH_VERIFY", "import a_package_that_nobody_has")
+    for text in ("", r"\boxed{1}"):
+        with pytest.raises(ImportError, match="pip install 'math-verify"):
+            rollout.VERIFIERS["math_verify"](text, "1")
+    monkeypatch.setattr(rollout, "MATH_VERIFY", (
+        "import json\nprint('ready', flush=True)\nwhile True:\n"
+        "    answer, boxed = json.loads(input())\n"
+        "    while boxed == 'h': pass\n"
+        "    print(1 / (boxed != 'd') and boxed == 'y', flush=True)\n"))
+    monkeypatch.setattr(rollout, "MATH_VERIFY_SECONDS", 0.5)
+    asked, verdicts = ("y", "n", "h", "y", "d", "y", "y" * 1000, "yes", "5"), []
+    thread = threading.Thread(target=lambda: verdicts.extend(
+        math_verify_reward(rf"\boxed{{{boxed}}}", "5.0") for boxed in asked))
+    thread.start(), thread.join()
+    fresh().kill()
+    assert verdicts == [1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0]
 
 
 # ---- value_pretrain.py ---------------------------------------------------------------------------
@@ -2836,9 +2690,7 @@ def test_genac_demo(tmp_path, capsys):
 
 # ---- train.py ------------------------------------------------------------------------------------
 
-
-# ---- train.py, on a policy that is hardly trained: about the machinery ---------------------------
-
+# On a policy that is hardly trained: about the machinery.
 TRAIN_TINY = """--rollout-batch 8 --mini-batches 2 --pool-size 8 --pretrain-batch 8 --lr 1e-3
     --pretrain-epochs 1 --eval-problems 4 --eval-k 2 --max-response 20 --show-every 0 --device cpu
     --verifier even --pool-temperatures 1.0""".split()
@@ -2847,7 +2699,9 @@ TRAIN_TINY = """--rollout-batch 8 --mini-batches 2 --pool-size 8 --pretrain-batc
 def _train_patch(patch, base):  # short problems, a verifier that half of all texts satisfy
     torch.set_num_threads(1)
     patch.setattr(rollout, "LETTERS", "abcdefg")
-    patch.setitem(rollout.VERIFIERS, "even", lambda text, answer: 1 - 2.0 * (len(text) % 2))
+    for name, reward in dict(even=lambda text, answer: 1 - 2.0 * (len(text) % 2),
+                             no=lambda text, answer: -1.0, yes=lambda text, answer: 1.0).items():
+        patch.setitem(rollout.VERIFIERS, name, reward)
     patch.setattr(rollout, "build_base", lambda *args, **limits: base)
 
 
@@ -2873,6 +2727,16 @@ def train_go(train_base, tmp_path, monkeypatch):
                                      *flags.replace("BASE", train_base).split()])
 
 
+@pytest.fixture
+def train_data(train_go, train_base):
+    """Two steps in r/ on the problems of d.jsonl, by the model m/ -> the lines of d.jsonl."""
+    rows = [f'{{"prompt": "{"abc"[i % 3]}{i}", "answer": "{i}"}}\n' for i in range(30)]
+    shutil.copytree(train_base, "m"), open("d.jsonl", "w").writelines(rows)
+    assert train_go("--model m --data d.jsonl --instruction= --method spo --steps 2 --save-every 1 "
+                    "--out r") == 0
+    return rows
+
+
 def _train_run(base, monkeypatch, flags=""):
     _train_patch(monkeypatch, base)
     run = train.setup(train.parse([*TRAIN_TINY, *flags.split()])[0])
@@ -2896,6 +2760,14 @@ def _train_files(folder):
 def _train_same(a, b):
     pairs = list(zip(tree_leaves(a), tree_leaves(b), strict=True))
     return all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
+
+
+def _train_model(folder, name, pad_token="$", **config):
+    """A folder with a model of any family, weights also in its output's bias, task's tokenizer."""
+    tokenizer, model = task_tokenizer(), _tiny(name, **config)
+    tokenizer.add_special_tokens({"pad_token": pad_token})
+    [x.data.normal_() for key, x in model.named_parameters() if key == "lm_head.bias"]
+    rollout.write_folder(folder, tokenizer, model)
 
 
 def test_train_one_run_of_every_stage(train_base):
@@ -2964,9 +2836,9 @@ def test_train_updates_are_their_equations(train_base, monkeypatch, name, loss_o
     rng, metrics = torch.Generator().manual_seed(0), train.Metrics(run)
     for module in (critic, critic, actor):
         for rows in train.mini_batches(run, b, rng):
-            x = rollout.Batch(**{k: x[rows] for k, x in vars(b).items() if x is not None})
+            x = Batch(**{k: x[rows] for k, x in vars(b).items() if x is not None})
             if module is critic:
-                V = rollout.response(critic(x.tokens, x.attention), b.mask.shape[1])
+                V = response(critic(x.tokens, x.attention), b.mask.shape[1])
                 near, R = x.value + (V - x.value).clamp(-0.01, 0.01), x.reward[:, None]
                 loss = torch.maximum((V - R).square(), (near - R).square())[x.mask].mean() / 2
             else:
@@ -2998,9 +2870,9 @@ def test_train_order_of_a_step(train_base, monkeypatch):
     T, mask = b.mask.shape[1], b.mask
     with torch.no_grad():
         z = model(input_ids=b.tokens, attention_mask=b.attention.long(),
-                  position_ids=rollout.positions(b.attention)).logits
-        log_pi = torch.log_softmax(rollout.response(z, T) / 0.7, -1)
-        V = rollout.response(critic(b.tokens, b.attention), T)
+                  position_ids=positions(b.attention)).logits
+        log_pi = torch.log_softmax(response(z, T) / 0.7, -1)
+        V = response(critic(b.tokens, b.attention), T)
     logp = log_pi.gather(-1, b.tokens[:, -T:, None])[..., 0]
     A = whiten(gae_loop(V, b.reward, mask, adaptive_lambda(mask.sum(1), 1.5)), mask)
     for x, y in ((b.logp_old, logp), (b.logp_roll, logp), (b.value, V), (b.advantage, A)):
@@ -3022,6 +2894,7 @@ def test_train_order_of_a_step(train_base, monkeypatch):
     ("evpo", [[.5], [-.5]], [1., -1.], {}, [[.5], [-.5]]),  # EV > 0: R − V
     ("evpo", [[-.5], [.5]], [1., -1.], {}, [[1.], [-1.]]),  # else R − the mean of batch or group
     ("evpo", [[-1.], [1.], [1.]], [1., 1., -1.], {"prompt_id": [0, 1, 1]}, [[0.], [1.], [-1.]]),
+    ("spo", [[.5], [-.5], [-1.]], [1., 1., -1.], {}, [[x * 21 ** -.5] for x in (-1, 5, -4)]),
     ("genac", [[.2, .6]], [1.], {"starts": [[True] * 2]}, [[.4 + .4 * .95, .4]]),
     ("asyppo", [[.2, .6]], [1.], {"value_std": [[1., 2.]]}, [[0., .4]]),  # 0 where critics agree
     ("grpo", [[0.]] * 4, [1., -1.] * 2, {"prompt_id": [0, 0, 1, 1], "logp_old": [[0.], [1.], [0.],
@@ -3039,15 +2912,20 @@ def test_train_advantages_by_hand(method, value, reward, fields, expected):
 
 
 def test_train_prompts_and_groups(train_base, monkeypatch):
-    """Groups are whole and mixed; all outcomes count once, after the batch; V(s_0) selects."""
+    """Groups are whole and mixed; all outcomes count once, after the batch; V(s_0) selects. Case
+    39: one mixed group for two processes is said to be one."""
     run, seen = _train_run(train_base, monkeypatch, "--k 2 --rollout-batch 16"), []
     monkeypatch.setattr(train, "score", lambda run, b, real=train.score: (
         seen.append(run.daps.trials.sum().item()), real(run, b))[1])
+    run.streak = torch.zeros(len(run.problems), dtype=torch.long)
     b, metrics = train.train_step(run)
     assert all(sorted(b.reward[b.prompt_id == i].tolist()) == [-1, 1] for i in b.prompt_id)
     assert metrics["rollout/sampled"] == len(b.reward) + metrics["rollout/discarded"] > 16
     assert seen == [0] and run.daps.trials.sum() == metrics["rollout/sampled"]
     assert run.daps.successes.sum() == sum(metrics["prompts/right"])
+    pairs = [*zip(metrics["prompts/sampled"], metrics["prompts/right"])]
+    uniform = {i for i, right in pairs if (i, 1 - right) not in pairs}
+    assert uniform and uniform == {*run.streak.nonzero()[:, 0].tolist()}
     ids, rng, critic = torch.arange(40), train.generator(0, "train"), run.critics[0][0]
     V, tokens = train.initial_values(run, ids), torch.tensor([run.prompts[3]])
     assert torch.allclose(V[3], critic(tokens, torch.ones_like(tokens).bool())[0, -1], atol=1e-6)
@@ -3058,6 +2936,11 @@ def test_train_prompts_and_groups(train_base, monkeypatch):
     run.streak = torch.where(ids >= 20, 50, 0)
     assert (train.SELECTIONS["greso"](run, ids, 10, rng) < 20).sum() >= 8
     assert torch.allclose(seen[1], V, atol=1e-6)
+    run.size, run.cfg.filter_rounds, run.cfg.selection, verdicts = 2, 2, "uniform", []
+    monkeypatch.setitem(rollout.VERIFIERS, "even", lambda *a: (
+        verdicts.append(1) or 2.0 * (len(verdicts) == 2) - 1))
+    with pytest.raises(RuntimeError, match="only 1 groups of 2 mixed, for 2 processes"):
+        train.rollout_batch(run, rng, train.Metrics(run))
 
 
 def test_train_values_of_methods(train_base, monkeypatch):
@@ -3083,7 +2966,7 @@ def test_train_values_of_methods(train_base, monkeypatch):
     assert torch.equal(estimate.value, b.mask * b.reward[:, None]) and len(b.reward.unique()) == 2
     run.cfg.max_response = 4
     late = (torch.arange(b.mask.shape[1]) >= 4).expand(b.mask.shape)[b.mask]
-    assert (train.monte_carlo(run, b, b.mask, [""] * 8, 1, rng)[late] == 0).all()
+    assert (train.monte_carlo(run, b, b.mask, [""] * 8, 2, rng)[late] == 0).all()
     b.reward = torch.tensor([1.0, -1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
     monkeypatch.setattr(train, "respond", lambda *a, **k: b)
     out, _ = train.evaluate(run)
@@ -3109,11 +2992,9 @@ def test_train_genac_from_prompts_over_traces_to_a_frozen_actor(train_go, train_
 
 def test_train_router_replay(tmp_path, monkeypatch):
     """R3: with a bf16 sampler's choice of experts the float32 trainer's ρ comes closer to 1."""
-    torch.manual_seed(0)
-    moe, off = Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, head_dim=8,
-        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, initializer_range=0.3)), []
-    rollout.write_folder(f"{tmp_path}/moe", rollout.task_tokenizer(), moe)
+    off = []
+    _train_model(f"{tmp_path}/moe", "qwen3_moe", head_dim=8, num_experts=8, num_experts_per_tok=2,
+                 moe_intermediate_size=16, num_hidden_layers=3, initializer_range=0.3)
     for flag in ("--no-router-replay", "--router-replay"):
         b, _ = _train_rollout(_train_run(None, monkeypatch, f"{flag} --model {tmp_path}/moe "
                               "--method spo --rollout-batch 32 --rollout-dtype bfloat16"))
@@ -3121,14 +3002,15 @@ def test_train_router_replay(tmp_path, monkeypatch):
     assert off[1].mean() < 0.7 * off[0].mean() and off[1].max() < off[0].max()
 
 
-@pytest.mark.parametrize("flags", ["s3ac", "asyppo --k 4", "grpo-x --k 4 --selection greso", "spo",
+@pytest.mark.parametrize("flags", ["s3ac", "asyppo --k 4", "grpo-x --k 2 --selection greso",
                                    "genac --critic BASE --reply 8 --context 60"])
 def test_train_interrupted_runs_go_on_bit_for_bit(train_go, capsys, flags):
-    """After Ctrl-C, a full disk, a kill while writing, a damaged or hostile checkpoint."""
+    """After Ctrl-C, a full disk, a kill while writing (21), a bad (44) or hostile checkpoint."""
     def save(state, path):
         open(path, "wb").write(b"half")
         raise errors.pop()
-    flags, errors = flags + " --save-every 1 --steps 3", [SystemExit("killed"), OSError(28, "full")]
+    flags += " --save-every 1 --eval-every 2 --steps 3"
+    errors = [SystemExit("killed"), OSError(28, "full")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "update_counts", lambda run, b, real=train.update_counts: (
             real(run, b), run.step and signal.raise_signal(signal.SIGINT)))
@@ -3148,14 +3030,15 @@ def test_train_interrupted_runs_go_on_bit_for_bit(train_go, capsys, flags):
     assert train_go("--resume r") == 2 and not os.path.exists("evil")
     assert "expected a checkpoint of this model" in capsys.readouterr().err
     data[999] ^= 1  # a wrong bit, or the file is cut
-    open(path + "/state.pt", "wb").write(data[:-9] if "spo" in flags else data)
+    open(path + "/state.pt", "wb").write(data[:-9] if "greso" in flags else data)
     open("r/metrics.jsonl", "a").write('{"step": 3, "torn')
     assert train_go("--resume r --target 1.1") == 1 and os.path.isdir(path + ".damaged")
     out = capsys.readouterr().out
     assert f"damaged, by their checksums: {path}; going on from r/checkpoints/step-000001" in out
     assert "below the target 1.1; files in r" in out
-    assert train_go(f"--out whole --method {flags}") == 0
-    (rows, state), (rows_whole, whole) = map(_train_files, ("r", "whole"))
+    uncut = "run" if flags.startswith("s3ac") else "whole"  # train_base has done that one
+    assert uncut == "run" or train_go(f"--out whole --method {flags}") == 0
+    (rows, state), (rows_whole, whole) = map(_train_files, ("r", uncut))
     assert _train_same(state, whole) and [row["step"] for row in rows] == [0, 1, 2, 3, 3]
     same = lambda row: {k: x for k, x in row.items() if k[:4] not in ("time", "memo", "run/")}
     assert [*map(same, rows)] == [*map(same, rows_whole)]
@@ -3164,7 +3047,7 @@ def test_train_interrupted_runs_go_on_bit_for_bit(train_go, capsys, flags):
 TRAIN_ENDS = r"""--method no|--method: expected one of s3ac; --steps x|invalid int; --preset no|inva
 --steps 0|--steps: expected 1 or more; --k 3|--k: expected a divisor of --rollout-batch 8, found 3
 --method grpo-x --k 1|--k: expected 2 or more for groups (grpo-x; --nonsense 1|unrecognized
---selection greso|--k: expected 2 or more for groups (s3ac, selection greso; --lr nan|--lr: expected
+--selection greso|--k: expected 2 or more for groups (s3ac, selection greso; --lr inf|--lr: expected
 --mini-batches 9|--mini-batches: expected 1 … 8; --data x --model BASE|--data: expected a JSONL
 --method grpo --selection pcl|--selection: expected uniform; --data x|--data: expected --model besid
 --critic .|--critic: expected the folder of a critic (value_head.pt), found .; --gepo|--gepo: expect
@@ -3180,19 +3063,23 @@ TRAIN_ENDS = r"""--method no|--method: expected one of s3ac; --steps x|invalid i
 --reply 99 --context 50|--reply: expected less than --context 50; --resume run --lr 7|lr 0.001 -> 7
 --resume run --preset tiny|preset None -> 'tiny'; --resume run --steps 2|--steps: expected 3 or more
 --shard-size 3|--shard-size: expected a divisor of the 4 processes; --rollout-batch 6|4 processes
+--stop ab|--stop: expected texts of one ; --model BASE --verifier boxed|--data: expected a JSONL
 --pretrain none --critic-lr 1e12 --keep 1|not finite|0; --method spo --loss nan|not finite 5 times|0
 --method genac --critic BASE --reply 8 --context 60|no parsable reply in 5 calls|4
 --method spo --response-high 0.9|nothing was learned in five steps|0
+--method grpo --k 4 --verifier yes --max-response 200|nothing was learned in five steps|0
+--method rloo --k 4 --verifier yes --max-response 200|nothing was learned in five steps|0
+--method reinforce++ --verifier yes --max-response 200|nothing was learned in five steps|0
 --method grpo-x --k 4 --verifier no|every group of 4 was all right or all wrong, in 10 rounds|0"""
 
 
 @pytest.mark.parametrize("row", TRAIN_ENDS.replace("\n", "; ").split("; "))
 def test_train_ends_with_a_sentence(train_go, monkeypatch, capsys, row):
-    """Status 2: bad input, no damage. 1: a run that cannot learn; the checkpoint is healthy."""
+    """Cases 16, 43, 46, 47, 50. Status 2: bad input, no damage. 1: a run that cannot learn; the
+    checkpoint is healthy."""
     flags, words, *last = row.split("|")
     monkeypatch.setenv("WORLD_SIZE", "4" if "4 processes" in words else "1")
     monkeypatch.setitem(train.LOSSES, "nan", lambda logp, b, n, cfg: (logp.sum() * math.nan, {}))
-    monkeypatch.setitem(rollout.VERIFIERS, "no", lambda text, answer: -1.0)
     flags += " --steps 9 --save-every 1" if last else ""
     with contextlib.suppress(SystemExit):  # argparse's way
         assert train_go(("" if "run" in flags else "--out q ") + flags) == 2 - len(last)
@@ -3239,7 +3126,7 @@ def _train_rank(rank, base, folder, flags):
 
 @pytest.mark.parametrize("flags", ["--token-budget 60", "--checkpoint-activations --shard-size 1"])
 def test_train_two_ranks_are_one_process(train_base, monkeypatch, tmp_path, flags, capsys):
-    """FSDP2, sharded or replicated: all numbers to 3e-6; groups, resume, a rank that fails."""
+    """FSDP2, sharded or replicated: all numbers to 2e-5; groups (37), resume, a rank that fails."""
     run, folder = _train_run(train_base, monkeypatch, flags), str(tmp_path)
     b, _ = _train_rollout(run)
     torch.save(b, folder + "/batch.pt")
@@ -3253,7 +3140,7 @@ def test_train_two_ranks_are_one_process(train_base, monkeypatch, tmp_path, flag
     (two, theirs, b, same), (_, _, other, same_too) = (
         torch.load(f"{folder}/{r}.pt", weights_only=False) for r in (0, 1))
     assert same == same_too and torch.equal(b.tokens, other.tokens) and one.keys() == two.keys()
-    assert max((one[name] - two[name]).abs().max() for name in one) < 3e-6
+    assert max((one[name] - two[name]).abs().max() for name in one) < 2e-5  # measured: 1.7e-6
     assert theirs == pytest.approx(numbers, rel=1e-5, abs=1e-5, nan_ok=True)
     groups = [b.reward[b.prompt_id == i] for i in b.prompt_id]
     assert all(len(x) == 4 and len(x.unique()) == 2 for x in groups)
@@ -3266,30 +3153,22 @@ def test_train_two_ranks_are_one_process(train_base, monkeypatch, tmp_path, flag
 
 # ---- train.py: at the borders --------------------------------------------------------------------
 
-
-# ---- train.py at its borders: what does not belong together is refused, in a sentence ------------
-
-
-def _train_borders_model(folder, name, pad_token="$", **config):
-    tokenizer, _ = rollout.task_tokenizer(), torch.manual_seed(0)
-    tokenizer.add_special_tokens({"pad_token": pad_token})
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **dict(
-        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, n_embd=32,
-        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=256, n_layer=2,
-        eos_token_id=1, initializer_range=0.2, num_local_experts=4, n_head=4) | config))
-    [x.data.normal_() for key, x in model.named_parameters() if key == "lm_head.bias"]
-    rollout.write_folder(folder, tokenizer, model)
-
-
 @pytest.mark.parametrize("name, refused, config", [
     ("gemma2", True, dict(final_logit_softcapping=3.0, head_dim=8)), ("phi", True, {}),  # a bias
     ("granite", True, dict(logits_scaling=4.0)), ("cohere", True, dict(logit_scale=0.2)),
-    ("mixtral", True, dict(router_jitter_noise=0.5)), ("bloom", False, {}),  # ALiBi, case 27
-    ("persimmon", False, {}), ("gpt2", False, dict(attn_pdrop=0.5, resid_pdrop=0.5)),  # case 27
-    ("gemma3_text", False, dict(sliding_window=4, head_dim=8)), ("mixtral", False, {})])
+    ("mixtral", True, dict(router_jitter_noise=0.5)), ("mixtral", False, {}),
+    ("gemma3_text", False, dict(sliding_window=4, head_dim=8)), ("persimmon", False, {}),
+    ("bloom", False, dict(attention_dropout=0.5, hidden_dropout=0.5)),  # ALiBi
+    ("gpt2", False, dict(attn_pdrop=0.5, resid_pdrop=0.5)), ("biogpt", False, {}),
+    ("opt", False, dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5)),
+    ("xglm", False, dict(d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, dropout=0.5,
+                         layerdrop=0.2)), ("gpt_bigcode", False, dict(n_positions=256)),
+    ("gpt_neo", False, dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])),
+])
 def test_train_borders_one_policy(tmp_path, monkeypatch, capsys, name, refused, config):
-    """Soft caps, biases, scales and noise show in the figure; other families run, recomputed."""
-    _train_borders_model(f"{tmp_path}/m", name, **config)
+    """Soft caps, biases, scales and noise show in the figure; other families run, recomputed, with
+    dropout switched off, whatever they call it (case 27)."""
+    _train_model(f"{tmp_path}/m", name, **config)
     words = "log-probs that differ by at most 0.001,.*" if name == "mixtral" else "logits that are"
     for dtype in ("float32", "bfloat16")[: 1 if words.startswith("log") else 2]:
         with pytest.raises(ValueError, match=words) if refused else contextlib.nullcontext():
@@ -3299,21 +3178,22 @@ def test_train_borders_one_policy(tmp_path, monkeypatch, capsys, name, refused, 
         assert most > 1e-3 if refused or dtype == "bfloat16" else most < 1e-4
 
 
-def test_train_borders_fingerprints(train_go, train_base, capsys):
-    """Cases 28, 30, 33: other problems, another tokenizer, ids or a pad id that no row has."""
-    rows = [f'{{"prompt": "{"abc"[i % 3]}{i}", "answer": "{i}"}}\n' for i in range(30)]
-    def refused(flags, words, rows=rows):
+def test_train_borders_fingerprints(train_go, train_data, capsys):
+    """Cases 28, 30, 33: other problems, held-out ones too, another tokenizer or vocabulary; ids or
+    a pad id that no row has; a difference that begins at later positions."""
+    def refused(flags, words, rows=train_data):
         open("d.jsonl", "w").writelines(rows)
         assert train_go(flags if "--resume" in flags else f"--steps 1 --out q {flags}") == 2
         assert words in capsys.readouterr().err and not os.path.exists("q/config.json")
-    shutil.copytree(train_base, "m"), open("d.jsonl", "w").writelines(rows)
-    data = "--model m --data d.jsonl --instruction= --method spo"
-    assert train_go(f"--steps 1 --out r {data} --eval-problems 1") == 0
-    for other in ([*rows[:-1], rows[-1].replace("29", "7")], rows[::-1], rows[:-1],
-                  [rows[0].replace("0", "99"), *rows[1:]], [*rows, '{"prompt": "z", "answer": 1}']):
+    train_part, held_out = rollout.load_data("d.jsonl", "", 4)
+    changed = [[row.replace('r": "', 'r": "9') if f'"{p.prompt}"' in row else row
+                for row in train_data] for p in (*train_part[::26], *held_out[::2])]
+    for other in (*changed, train_data[::-1], train_data[:-1],
+                  [train_data[0].replace("0", "99"), *train_data[1:]],
+                  [*train_data, '{"prompt": "z", "answer": 1}']):
         refused("--resume r", "expected one made with this run's problems", other)
-    open("d.jsonl", "w").writelines(row.replace("prompt", "question") for row in rows)
-    assert train_go("--resume r --steps 2") == 0  # the same problems
+    open("d.jsonl", "w").writelines(row.replace("prompt", "question") for row in train_data)
+    assert train_go("--resume r --steps 3") == 0  # the same problems
     text = open("m/tokenizer.json").read().replace('"a": 10', '"b": 10')
     open("m/tokenizer.json", "w").write(text.replace('"b": 11', '"a": 11'))
     for flags in ("--resume r", "--model m --critic run/critic", "--model m --pool run/pool"):
@@ -3323,19 +3203,59 @@ def test_train_borders_fingerprints(train_go, train_base, capsys):
     for ids[0] in (5000, ~5000):  # in a response, in a prompt
         ids.tofile("run/pool/tokens.bin")
         refused("--pool run/pool", "--pool: expected token ids below 96, found 5000")
-    _train_borders_model("pad", "llama", pad_token="[PAD]")  # gets the id 96
+    data = "--data d.jsonl --instruction= --method spo"
+    _train_model("pad", "llama", pad_token="[PAD]")  # gets the id 96
     refused(f"{data} --model pad", "--model: expected one that the sampler and the trainer can run")
-    refused("--model m --verifier boxed", "--data: expected a JSONL file beside --model")
-    refused("--stop ab", "--stop: expected texts of one ")
+    rope = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[8.0] * 4,
+                rope_theta=1e4, original_max_position_embeddings=16)
+    _train_model("rope", "phi3", rope_parameters=rope, pad_token_id=1,
+                 original_max_position_embeddings=16)
+    assert train_go("--model rope --method spo --instruction= --max-response 40 --out e") == 2
+    assert "log-probs that differ by at most 0.1" in capsys.readouterr().err
+    _train_model("vocab", "llama", vocab_size=300)
+    assert train_go("--model vocab --out v --steps 1") == 0
+    assert train_go("--model vocab --out w --steps 1 --pool v/pool") == 0
+    refused("--model vocab --critic run/critic", "vocabulary")
+    refused("--model vocab --stop ☃", "--stop")
+
+
+def test_train_borders_resume(train_go, train_data, capsys):
+    """Case 44 thrice: a damaged checkpoint; damaged or no metrics; older configurations."""
+    for _ in range(3):
+        open("r/checkpoints/step-000002/sha256", "w").write("0")
+        assert train_go("--resume r") == 0
+    for junk in (b'{"step": 1, "x"}\n', b"\0\0\n", b'\xff\n', b'{"a": 1}\n', b"[1]\n", b'{"st'):
+        data = open("r/metrics.jsonl", "rb").read()
+        open("r/metrics.jsonl", "wb").write(junk + data if junk.endswith(b"\n") else data + junk)
+        assert train_go("--resume r") == 0
+    os.remove("r/metrics.jsonl")
+    assert train_go("--resume r") == 0
+    config = json.load(open("r/config.json"))
+    for changed, status in (({k: x for k, x in config.items() if k != "critic_lam"}, 0),
+                            (config | {"steps": "3"}, 2)):
+        json.dump(changed, open("r/config.json", "w"))
+        assert train_go("--resume r") == status
+    assert "--steps: expected" in capsys.readouterr().err
 
 
 def test_train_borders_a_folder_has_one_owner(train_go, train_base, capsys):
-    """Cases 41, 42: foreign files stay; a lock names its process and ends with it."""
-    os.makedirs("f/notes"), shutil.copytree(train_base, "m")
-    for flags in ("--out f", "--out m --model m", "--out ."):
+    """Cases 41, 42: foreign files stay, also under names that a run uses, links and notes too; a
+    lock names its process and ends with it."""
+    os.makedirs("f/notes"), os.mkdir("big"), os.symlink("big", "link"), os.mkdir("here")
+    shutil.copytree(train_base, "m"), shutil.copytree(train_base, "models/actor")
+    time = os.stat("models/actor/model.safetensors").st_mtime_ns
+    for flags, words in (("--out f", "f with notes"), ("--out m --model m", "m with "), (
+            "--out .", ". with "), ("--out models --model models/actor", "models with actor")):
         assert train_go(f"--steps 1 --method spo {flags}") == 2
+        assert words in capsys.readouterr().err
     assert os.listdir("f") == ["notes"] and {*os.listdir("m")} == {*os.listdir(train_base)}
-    assert train_go("--steps 1 --out new --max-prompt 2") == 2 and not os.path.exists("new")
+    assert os.stat("models/actor/model.safetensors").st_mtime_ns == time
+    for out in ("new", "link", "./big", "here/."):
+        assert train_go(f"--steps 1 --max-prompt 2 --out {out}") == 2
+        assert "--max-prompt" in capsys.readouterr().err
+    assert not os.path.exists("new")
+    open("run/log.txt", "w").write("mine")
+    assert train_go("--resume run --steps 4") == 0 and os.path.exists("run/log.txt")
     if not (pid := os.fork()):
         lock = train.own_folder("g")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -3347,24 +3267,37 @@ def test_train_borders_a_folder_has_one_owner(train_go, train_base, capsys):
     assert train_go("--steps 1 --method spo --out g") == 0
 
 
-@pytest.mark.parametrize("error, words", [
-    (KeyError("x"), "stopped: KeyError: 'x' (--debug shows where)"), (KeyError("x"), "Traceback"),
-    (KeyboardInterrupt(), "nothing to resume; --pool r/pool uses the 16 trajectories"),
-    (RuntimeError("can't allocate memory"), "out of memory: a smaller --token-budget or --max-r")])
-def test_train_borders_words(train_go, monkeypatch, capsys, error, words):
-    """Points 8, 10, cases 45, 50: the plan, that nothing is right, one line, what can be used."""
-    flags = "--verifier boxed --pool-temperatures 1,.5 --steps 1 --out r"
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "pretrain", lambda *args, **options: (_ for _ in ()).throw(error))
-        assert train_go(flags + " --debug" * (words == "Traceback")) == 1 + 129 * ("pool" in words)
-    error.with_traceback(None)  # its frames hold the lock
-    out, err = capsys.readouterr()
-    assert words in out + err and ("Traceback" in err) == (words == "Traceback")
-    assert "a pool of 16 trajectories, 20 tokens" in out and "4 × 2 responses before" in out
-    assert "at this speed: " in out and "pool have the same reward" in out
-    assert "before training: 0 of 8 responses are right" in out and r"8 have no \boxed{}" in out
-    assert train_go(flags) == 2 and "--pool r/pool uses it" in capsys.readouterr().err
-    assert train_go(flags + " --pool r/pool") == 0
+def test_train_borders_stopped_before_the_first_step(train_go, monkeypatch, capsys):
+    """Cases 45, 50: the plan, that nothing is right, one line, what can be used. A run killed in
+    its first checkpoint starts anew by the same command."""
+    plan = ("a pool of 16 trajectories, 20 tokens", "4 × 2 responses before",
+            "before training: 0 of 8 responses are right", r"8 have no \boxed{}",
+            "at this speed: ", "trajectories of the pool have the same reward")
+    spo = "--method spo --steps 1 --out r"
+    pool = "--verifier boxed --pool-temperatures 1,.5 --steps 1 --out r"
+    for flags, stage, error, status, words in [
+            (spo, "save", SystemExit("killed"), None, ""),
+            (spo, "save", KeyboardInterrupt(), 130, "so there is nothing to resume"),
+            (pool, "pretrain", KeyError("x"), 1, "stopped: KeyError: 'x' (--debug shows where)"),
+            (pool + " --debug", "pretrain", KeyError("x"), 1, "Traceback"),
+            (pool, "pretrain", RuntimeError("can't allocate memory"), 1,
+             "out of memory: a smaller --token-budget or --max-r"),
+            (pool, "pretrain", KeyboardInterrupt(), 130,
+             "nothing to resume; --pool r/pool uses the 16 trajectories")]:
+        shutil.rmtree("r", ignore_errors=True)
+        with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+            patch.setattr(train, stage, Mock(side_effect=error))
+            assert train_go(flags) == status
+        error.with_traceback(None)  # its frames hold the lock
+        out, err = capsys.readouterr()
+        assert words in out + err and ("Traceback" in err) == ("--debug" in flags)
+        assert train_go("--resume r") == 2
+        if stage == "save":
+            assert train_go(flags) == 0
+        else:
+            assert all(x in out for x in plan) and train_go(flags) == 2
+            assert "--pool r/pool uses it" in capsys.readouterr().err
+    assert train_go(pool + " --pool r/pool") == 0
     assert "nothing was learned, since no response was right" in capsys.readouterr().out
 
 
@@ -3386,120 +3319,16 @@ def test_train_borders_prompts_targets_and_health(train_base, tmp_path, monkeypa
     assert len(train.checkpoints(run.cfg.out)) == 1
 
 
-def test_train_borders_killed_in_the_first_checkpoint(train_go, monkeypatch, capsys):
-    """Case 45: the same command starts anew, also after Ctrl-C."""
-    for error in (SystemExit("killed"), KeyboardInterrupt()):
-        def save(*args):
-            raise error
-        with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
-            patch.setattr(train, "save", save)
-            assert train_go("--steps 1 --method spo --out r") == 130
-        error.with_traceback(None)
-        assert train_go("--resume r") == 2 and train_go("--steps 1 --method spo --out r") == 0
-        shutil.rmtree("r")
-
-
-def test_train_borders_folders(train_go, train_base, capsys):
-    """Case 42: names that a run uses, in a folder that no run has written; links; notes."""
-    os.makedirs("models"), os.mkdir("big"), os.symlink("big", "link"), os.mkdir("here")
-    shutil.copytree(train_base, "models/actor")
-    time = os.stat("models/actor/model.safetensors").st_mtime_ns
-    assert train_go("--steps 1 --method spo --model models/actor --out models") == 2
-    assert "models with actor" in capsys.readouterr().err
-    assert os.stat("models/actor/model.safetensors").st_mtime_ns == time
-    for out in ("link", "./big", "here/."):
-        assert train_go(f"--steps 1 --max-prompt 2 --out {out}") == 2
-        assert "--max-prompt" in capsys.readouterr().err
-    open("run/log.txt", "w").write("mine")
-    assert train_go("--resume run --steps 4") == 0 and os.path.exists("run/log.txt")
-
-
-def test_train_borders_resume(train_go, train_base, capsys):
-    """Case 28 with held-out problems; case 44 twice; damaged metrics; older configurations."""
-    rows = [f'{{"prompt": "{"abc"[i % 3]}{i}", "answer": "{i}"}}\n' for i in range(30)]
-    open("d.jsonl", "w").writelines(rows)
-    assert train_go(f"--steps 2 --save-every 1 --out r --model {train_base} --data d.jsonl "
-                    "--instruction= --method spo") == 0
-    for i in range(30):
-        changed = rows[i].replace('r": "', 'r": "9')
-        open("d.jsonl", "w").writelines([*rows[:i], changed, *rows[i + 1 :]])
-        assert train_go("--resume r") == 2
-        assert "made with this run's problems" in capsys.readouterr().err, i
-    open("d.jsonl", "w").writelines(rows)
-    for _ in range(3):
-        open("r/checkpoints/step-000002/sha256", "w").write("0")
-        assert train_go("--resume r") == 0
-    for junk in (b'{"step": 1, "x"}\n', b"\0\0\n", b'\xff\n', b'{"a": 1}\n', b"[1]\n", b'{"st'):
-        data = open("r/metrics.jsonl", "rb").read()
-        open("r/metrics.jsonl", "wb").write(junk + data if junk.endswith(b"\n") else data + junk)
-        assert train_go("--resume r") == 0
-    os.remove("r/metrics.jsonl")
-    assert train_go("--resume r") == 0
-    config = json.load(open("r/config.json"))
-    json.dump({k: x for k, x in config.items() if k != "critic_lam"}, open("r/config.json", "w"))
-    assert train_go("--resume r") == 0
-    json.dump(config | {"steps": "3"}, open("r/config.json", "w"))
-    assert train_go("--resume r") == 2 and "--steps: expected" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("method", ["grpo --k 4", "rloo --k 4", "reinforce++"])
-def test_train_borders_all_right(train_go, monkeypatch, capsys, method):
-    """Case 16: a gradient of 0 in five steps ends the run in a sentence."""
-    monkeypatch.setitem(rollout.VERIFIERS, "yes", lambda text, answer: 1.0)
-    assert train_go(f"--steps 9 --verifier yes --max-response 200 --out r --method {method}") == 1
-    assert "nothing was learned in five" in capsys.readouterr().err
-
-
-def test_train_borders_groups_and_ranks(train_base, monkeypatch):
-    """Case 39: one mixed group for two processes is said to be one."""
-    run, seen = _train_run(train_base, monkeypatch, "--method grpo-x --k 4 --filter-rounds 2"), []
-    once = lambda *a: seen.append(1) or 2.0 * (len(seen) == 2) - 1
-    monkeypatch.setitem(rollout.VERIFIERS, "even", once)
-    run.size = 2
-    with pytest.raises(RuntimeError, match="only 1 groups of 4 mixed, for 2 processes"):
-        train.rollout_batch(run, train.generator(0, "train"), train.Metrics(run))
-
-
-@pytest.mark.parametrize("name, config", [
-    ("opt", dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5)), ("bloom", dict(
-        attention_dropout=0.5, hidden_dropout=0.5)), ("xglm", dict(
-            d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, dropout=0.5, layerdrop=0.2)),
-    ("biogpt", {}), ("gpt_bigcode", dict(n_positions=256)), ("gpt2", dict(attn_pdrop=0.5)),
-    ("gpt_neo", dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]))])
-def test_train_borders_dropout_is_off(tmp_path, monkeypatch, capsys, name, config):
-    """Case 27: whatever the family calls it."""
-    _train_borders_model(f"{tmp_path}/m", name, **config)
-    _train_run(None, monkeypatch, f"--model {tmp_path}/m --method spo --checkpoint-activations")
-
-
-def test_train_borders_longrope(tmp_path, train_go, monkeypatch, capsys):
-    """A difference that begins at later positions is refused in the first step that has it."""
-    rope = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[8.0] * 4,
-                rope_theta=1e4, original_max_position_embeddings=16)
-    _train_borders_model(f"{tmp_path}/m", "phi3", rope_parameters=rope, pad_token_id=1,
-                         original_max_position_embeddings=16)
-    flags = f"--model {tmp_path}/m --method spo --instruction= --max-response 40 --out q"
-    assert train_go(flags) == 2
-    assert "log-probs that differ by at most 0.1" in capsys.readouterr().err
-    _train_borders_model(f"{tmp_path}/vocab", "llama", vocab_size=300)
-    assert train_go(f"--model {tmp_path}/vocab --out v --steps 1") == 0
-    assert train_go(f"--model {tmp_path}/vocab --out w --steps 1 --pool v/pool") == 0
-    assert train_go(f"--model {tmp_path}/vocab --out x --steps 1 --critic run/critic") == 2
-    assert "vocabulary" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--stop"):
-        _train_run(f"{tmp_path}/vocab", monkeypatch, "--stop ☃")
-
-
 def test_train_borders_sound_checkpoints(train_go, monkeypatch):
     """Case 43: what comes after success has halved pushes out no checkpoint from before."""
     seen = []
     right = lambda i: i % 8 < (6 if i < 24 else 2)  # an evaluation and two steps at 6 of 8
     verdict = lambda *_: seen.append(1) or 2.0 * right(len(seen) - 1) - 1
     monkeypatch.setitem(rollout.VERIFIERS, "even", verdict)
-    assert train_go("--method spo --steps 5 --save-every 1 --keep 1 --out r") == 0
-    first, last = train.checkpoints("r")
-    assert (first[-1], last[-1]) == ("1", "5") and train.last_checkpoint("r", 4) == first
-    text = train.sentence(RuntimeError("x"), SimpleNamespace(out="r"), 1)
+    assert train_go("--method spo --steps 5 --save-every 1 --keep 1 --out c") == 0
+    first, last = train.checkpoints("c")
+    assert (first[-1], last[-1]) == ("1", "5") and train.last_checkpoint("c", 4) == first
+    text = train.sentence(RuntimeError("x"), SimpleNamespace(out="c"), 1)
     assert text.startswith(f"stopped: x; last checkpoint {last}; success has halved since {first}")
 
 
@@ -3829,9 +3658,6 @@ def test_figures_speed_tables(capsys, monkeypatch):
         assert line in out, line
     if sys.platform == "linux":
         assert all(map(math.isfinite, speed.logp_cost("torch", 64, 9000, 8)))
-
-
-# ---- the project ---------------------------------------------------------------------------------
 
 
 # ---- the project ---------------------------------------------------------------------------------
