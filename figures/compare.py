@@ -14,8 +14,6 @@ Flags after -- go to every run. The smallest comparison takes about a minute:
         --rollout-batch 16 -- --pool-size 64 --pretrain-size 64 --eval-problems 16
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -28,24 +26,20 @@ import numpy as np
 import rollout
 import train
 from figures import lab
-from figures.lab import Job, whole
+from figures.lab import Job
 
 COMPARISONS = {
-    # what whitened advantages prevent
     "whiten": ("--method s3ac", "--method s3ac --no-whiten", "--method reinforce++"),
     "single": ("--method s3ac", "--method s3ac-v0", "--method reinforce++",
                "--method flash-reinforce"),
     "group": ("--method s3ac --k 8", "--method grpo-x"),
-    "methods": ("--method s3ac", "--method s3ac-v0", "--method reinforce++",
-                "--method flash-reinforce", "--method s3ac --k 8", "--method grpo-x"),
     "daps": ("--method s3ac", "--method s3ac --selection uniform", "--method s3ac --k 8",
              "--method s3ac --k 8 --selection uniform"),
     "loss": ("--method s3ac", "--method s3ac --loss ppo-clip", "--method s3ac --loss dis",
              "--method reinforce++ --loss dis"),  # the last one: without a critic
-    # one setting of DAPS at a time
-    "sweep": ("--method s3ac", *(f"--method s3ac {x}" for x in (
-        "--a-min 0.3", "--n-c 1", "--n-c 10", "--decay 0.9", "--daps-uniform 0 --daps-ramp 0"))),
-}
+    "sweep": ("--method s3ac", *(f"--method s3ac {x}" for x in (  # one setting of DAPS at a time
+        "--a-min 0.3", "--n-c 1", "--n-c 10", "--decay 0.9", "--daps-uniform 0 --daps-ramp 0")))}
+COMPARISONS["methods"] = COMPARISONS["single"] + COMPARISONS["group"]
 PAPER = {  # success in the paper, per cent, by arm: 35B models, means of seven benchmarks
     "single": (80.9, None, 70.4, 67.4), "group": (80.5, 76.4), "daps": (76.94, 74.40, 80.49, 79.04)}
 CLAIMS = {  # (i, j): arm i ends above arm j
@@ -57,13 +51,16 @@ CLAIMS = {  # (i, j): arm i ends above arm j
 SELECTING = re.compile(" --(selection|a-min|n-c|decay|daps-uniform|daps-ramp) [^ ]+")
 POINTS = {"a third": 1 / 3, "two thirds": 2 / 3, "the end": 1.0}  # of the responses
 HELD_OUT, EV = r"eval/avg@\d+", "critic/explained_variance"
-PANELS = (  # title, metric, horizontal axis: 0 for responses, 1 for seconds
-    ("held-out success", HELD_OUT, 0), ("entropy", "actor/entropy", 0),
-    ("length", "rollout/length", 0), ("held-out success", HELD_OUT, 1),
-    ("mean advantage", "advantage/mean", 0), ("mean V(s_0)", "critic/initial_value", 0))
+# title, metric, horizontal axis (0: responses, 1: seconds) of a picture's panels, besides success
+PANELS = ("entropy", "actor/entropy", 0), ("length", "rollout/length", 0)
+WHITEN = ("mean advantage", "advantage/mean", 0), ("mean V(s_0)", "critic/initial_value", 0)
+FLAGS = {"lrs": (*["5e-5,1e-4,2e-4"] * 2, "rates to choose from"),
+         "tune_seeds": (2, 2, "seeds from 100 on that choose each arm's rate, not reported", 0),
+         "steps": (80, 80, "rollout batches per run"),
+         "rollout_batch": (256, 256, "responses per batch"),
+         "plot": (False, False, "draw figures/*.png (needs matplotlib)")}
 
 # ---- runs ----------------------------------------------------------------------------------------
-
 
 def slug(arm: str) -> str:
     """An arm's name in tables and folders."""
@@ -78,24 +75,14 @@ def has_critic(arm: str) -> bool:
 def arm_jobs(args: argparse.Namespace, arm: str, lr: str, seeds: range) -> list[Job]:
     """The runs of an arm, one per seed. Seeds from 100 on choose learning rates: they are judged by
     problems of their own."""
-    folder, tuning = args.folder, f"--eval-data {args.folder}/tuning.jsonl".split()
     flags = (f"--steps {args.steps} --rollout-batch {args.rollout_batch} --eval-k 2 --keep 1 "
              f"--eval-every {max(1, args.steps // 16)} --save-every 20 --show-every 0 "
              f"{arm} --lr {lr} --critic-lr {5 * float(lr):g}").split()
+    tuning = ["--eval-data", f"{args.folder}/tuning.jsonl"]
+    critic = "--critic", f"{args.folder}/critic-{{}}/critic-pretrained"
     return [lab.training(f"{slug(arm)}-lr{lr}-s{seed}", [
         *flags, "--seed", str(seed), *args.extra, *tuning * (seed >= 100),
-        *["--critic", f"{folder}/critic-{seed}/critic-pretrained"] * has_critic(arm)])
-        for seed in seeds]
-
-
-def write_tuning_problems(folder: str) -> None:
-    """FOLDER/tuning.jsonl: problems to choose learning rates by, as many as are held out. They are
-    training problems that the runs which choose do not train on."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    problems = rollout.task_problems()[: len(rollout.task_problems(held_out=True))]
-    train.write_text(f"{folder}/tuning.jsonl", "".join(
-        json.dumps({"prompt": p.prompt, "answer": p.answer, "level": p.level}) + "\n"
-        for p in problems))
+        *[x.format(seed) for x in critic * has_critic(arm)]]) for seed in seeds]
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -109,24 +96,30 @@ def compare(args: argparse.Namespace) -> None:
     one = "--steps 1 --rollout-batch 16 --eval-problems 1 --show-every 0 --seed".split()
     critics = [lab.training(f"critic-{seed}", [*args.extra, *one, str(seed)], quiet=True)
                for seed in [*tuning, *reported] if any(map(has_critic, arms))]
-    last = [job for arm in arms for job in arm_jobs(args, arm, args.lrs[0], reported)]
+    last = sum((arm_jobs(args, arm, args.lrs[0], reported) for arm in arms), [])
     lab.announce(args.folder, {
         "to pretrain critics": critics, "to choose learning rates": sum(grid.values(), []),
         "to report": len(last) if tuning else last})
     if "--model" not in args.extra:
         rollout.build_base()  # once, before two runs want it
-    write_tuning_problems(args.folder)
-    lab.run_jobs(critics, args.folder, args.workers, title="critics")
-    runs = lab.run_jobs(sum(grid.values(), []), args.folder, args.workers, title="learning rates")
-    by_lr = {arm: {lr: mean([success(runs[job.name]) for job in grid[arm, lr]])
+    # problems to choose rates by: training problems that the runs which choose do not train on
+    problems = rollout.task_problems()[: len(rollout.task_problems(held_out=True))]
+    Path(args.folder).mkdir(parents=True, exist_ok=True)
+    train.write_text(f"{args.folder}/tuning.jsonl", "".join(
+        json.dumps({"prompt": p.prompt, "answer": p.answer, "level": p.level}) + "\n"
+        for p in problems))
+    run = lambda jobs, title: lab.run_jobs(jobs, args.folder, args.workers, title=title)
+    run(critics, "critics")
+    done = run(sum(grid.values(), []), "learning rates")
+    by_lr = {arm: {lr: mean([success(done[job.name]) for job in grid[arm, lr]])
                    for lr in args.lrs} for arm in tuned}
     best = {arm: max(args.lrs, key=lambda lr: by_lr[arm][lr] or 0.0) for arm in tuned}
     for name in args.names:
         lrs = {arm: best[SELECTING.sub("", arm)] for arm in COMPARISONS[name]}
         jobs = {arm: arm_jobs(args, arm, lr, reported) for arm, lr in lrs.items()}
-        runs = lab.run_jobs(sum(jobs.values(), []), args.folder, args.workers, title=name)
+        done = run(sum(jobs.values(), []), name)
         rows = {arm: {"lr": lr, "by lr": by_lr.get(arm)} | summary(
-            [runs[job.name] for job in jobs[arm]]) for arm, lr in lrs.items()}
+            [done[job.name] for job in jobs[arm]]) for arm, lr in lrs.items()}
         lab.write_json(f"{args.folder}/{name}.json", rows)
         print(f"\n{name}: embedded task, {args.steps} steps of {args.rollout_batch} responses\n")
         print_comparison(name, rows)
@@ -134,27 +127,23 @@ def compare(args: argparse.Namespace) -> None:
 
 # ---- statistics ----------------------------------------------------------------------------------
 
-
-def curve(run: dict, metric: str) -> list[tuple[int, float, float]]:
+def curve(run: dict, metric: str = HELD_OUT) -> list[tuple[int, float, float]]:
     """(responses sampled, seconds, value) of each line of the metrics that has the metric (a
-    regular expression). Discarded responses count; the seconds of evaluations do not."""
+    regular expression). Discarded responses count; the seconds of evaluations do not. Held-out
+    success of a run that stopped of itself ends with its last batch."""
     points, sampled, seconds = [], 0, 0.0
     for line in run["metrics"]:
         sampled += line.get("rollout/sampled", 0)
         seconds += sum(x for key, x in line.items() if key.startswith("time/"))
         points += [(sampled, seconds, x) for key, x in line.items()
                    if re.fullmatch(metric, key) and x is not None]
-    return points
-
-
-def held_out(run: dict) -> list[tuple[int, float, float]]:
-    """The curve of held-out success; a run that stopped of itself ends with its last batch."""
-    return curve(run, HELD_OUT) + curve(run, "rollout/success")[-1:] * bool(run["stopped"])
+    return points + (curve(run, "rollout/success")[-1:]
+                     if metric == HELD_OUT and run["stopped"] else [])
 
 
 def success(run: dict) -> float:
     """Held-out success at the end."""
-    return held_out(run)[-1][2]
+    return curve(run)[-1][2]
 
 
 def at(points: list, x: np.ndarray, column: int = 0) -> np.ndarray:
@@ -175,14 +164,14 @@ def summary(runs: list[dict]) -> dict[str, Any]:
     steps = [[line for line in run["metrics"] if "rollout/sampled" in line] for run in runs]
     total = lambda name: [sum(line[name] for line in s) for s in steps]
     level = [problem.level for problem in rollout.task_problems()]
-    best = [max(x for *_, x in held_out(run)) for run in runs]
+    best = [max(x for *_, x in curve(run)) for run in runs]
+    metrics = HELD_OUT, EV, *(metric for _, metric, _ in PANELS + WHITEN)
     return {
         "success": [success(run) for run in runs], "stopped": [run["stopped"] for run in runs],
         "best": best, "collapsed": [success(run) < x / 2 for run, x in zip(runs, best)],
         "sampled": total("rollout/sampled"), "discarded": total("rollout/discarded"),
         "medium": [medium_share(s, level) for s in steps],
-        "curves": {metric: [held_out(run) if metric == HELD_OUT else curve(run, metric)
-                            for run in runs] for metric in (EV, *(x for _, x, _ in PANELS))}}
+        "curves": {metric: [curve(run, metric) for run in runs] for metric in metrics}}
 
 
 def medium_share(steps: list[dict], level: list[str], window: int = 5) -> float | None:
@@ -200,19 +189,17 @@ def medium_share(steps: list[dict], level: list[str], window: int = 5) -> float 
 
 # ---- tables and pictures -------------------------------------------------------------------------
 
-
 def print_comparison(name: str, rows: dict[str, dict]) -> None:
     """Success, what Table 7 shows, the claims' verdicts and why runs stopped."""
-    total = min(max(row["sampled"]) for row in rows.values())
-    points = {arm: {point: [float(at(x, share * total)) for x in row["curves"][HELD_OUT]]
-                    for point, share in POINTS.items()} for arm, row in rows.items()}
+    arms, total = list(rows), min(max(row["sampled"]) for row in rows.values())
+    points = {arm: [[float(at(x, share * total)) for x in row["curves"][HELD_OUT]]
+                    for share in POINTS.values()] for arm, row in rows.items()}
     print("Held-out success, mean ± standard deviation over seeds, when equal numbers of responses "
           f"had been sampled: {total:,} at the end\n")
     lab.print_table(["arm", "lr", *POINTS, "last step", "best", "last step by seed", "collapsed",
                      "tuning seeds by lr", "paper"], [
-        [slug(arm), row["lr"], *map(lab.mean_sd, points[arm].values()), lab.mean_sd(row["success"]),
-         lab.mean_sd(row["best"]), " ".join(f"{x:.3f}" for x in row["success"]),
-         lab.percent(mean(row["collapsed"]), 0),
+        [slug(arm), row["lr"], *map(lab.mean_sd, [*points[arm], row["success"], row["best"]]),
+         " ".join(f"{x:.3f}" for x in row["success"]), lab.percent(mean(row["collapsed"]), 0),
          " ".join(f"{x:.2f}" for x in (row["by lr"] or {}).values() if x is not None) or None,
          paper and f"{paper} %"]
         for (arm, row), paper in zip(rows.items(), PAPER.get(name, [None] * len(rows)))])
@@ -223,11 +210,10 @@ def print_comparison(name: str, rows: dict[str, dict]) -> None:
          lab.percent(mean(row["medium"])), int(mean(row["discarded"])),
          mean([c[-1][1] / len(c) for c in row["curves"]["actor/entropy"] if c])]
         for arm, row in rows.items()])
-    if pairs := [(list(rows)[i], list(rows)[j]) for i, j in CLAIMS.get(name, ())]:
-        print()
-        lab.print_table(["claim", *POINTS], [[
-            f"{slug(a)} above {slug(b)}",
-            *map(lab.verdict, points[a].values(), points[b].values())] for a, b in pairs])
+    print()
+    lab.print_table(["claim", *POINTS], [
+        [f"{slug(arms[i])} above {slug(arms[j])}",
+         *map(lab.verdict, points[arms[i]], points[arms[j]])] for i, j in CLAIMS[name]])
     for arm, row in rows.items():
         for seed, reason in enumerate(row["stopped"], start=1):
             if reason:
@@ -235,37 +221,40 @@ def print_comparison(name: str, rows: dict[str, dict]) -> None:
 
 
 def plot(folder: str) -> None:
-    """figures/NAME.png of each comparison that has been run: a panel per metric, a band per arm."""
-    plt = lab.pyplot()
-    for file in (Path(folder, f"{name}.json") for name in COMPARISONS):
-        if file.exists():
-            figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
-            for axis, panel in zip(axes.flat, PANELS):
-                draw(axis, json.loads(file.read_text()), *panel)
-            axes[0, 0].legend(fontsize=7)
-            lab.save_picture(figure, file.stem)
-
-
-def draw(axis: Any, rows: dict[str, dict], title: str, metric: str, column: int) -> None:
-    """One panel, with the arms that have its metric."""
-    axis.set(title=title, xlabel=("responses sampled", "seconds of training steps")[column])
-    for i, (arm, row) in enumerate(rows.items()):
-        curves = [points for points in row["curves"][metric] if points]
-        if curves:
-            grid = np.linspace(0, max(points[-1][column] for points in curves), 200)
-            lab.band(axis, grid, [at(points, grid, column) for points in curves],
-                     f"{slug(arm)}, lr {row['lr']}", f"C{i}")
-
-
-# ---- command line --------------------------------------------------------------------------------
+    """figures/NAME.png of each comparison that has been run: held-out success by responses and by
+    seconds, and two more panels; of each arm a line and a band (lab.band)."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise ImportError("--plot: expected matplotlib: pip install matplotlib") from None
+    pyplot.switch_backend("Agg")
+    files = [*filter(Path.exists, (Path(folder, f"{name}.json") for name in COMPARISONS))]
+    if not files:
+        raise ValueError(f"--plot: expected comparisons that have been run in {folder}, found none")
+    for file in files:
+        figure, axes = pyplot.subplots(2, 2, figsize=(9, 7), layout="constrained")
+        success = [("held-out success", HELD_OUT, column) for column in (0, 1)]
+        for axis, (title, metric, column) in zip(axes.flat, [
+                *success, *(WHITEN if file.stem == "whiten" else PANELS)]):
+            axis.set(title=title, xlabel=("responses sampled", "seconds of training steps")[column])
+            for i, (arm, row) in enumerate(json.loads(file.read_text()).items()):
+                if curves := [points for points in row["curves"][metric] if points]:
+                    grid = np.linspace(0, max(points[-1][column] for points in curves), 200)
+                    lab.band(axis, grid, [at(points, grid, column) for points in curves],
+                             f"{slug(arm)}, lr {row['lr']}", f"C{i}")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        Path("figures").mkdir(exist_ok=True)
+        figure.savefig(f"figures/{file.stem}.png", dpi=110)
+        pyplot.close(figure)
+        print(f"figures/{file.stem}.png")
 
 
 def body(args: argparse.Namespace) -> None:
     """Runs the comparisons named, then draws."""
-    if not (args.names or args.plot) or not set(args.names) <= set(COMPARISONS):
-        raise ValueError(f"names: expected some of {', '.join(COMPARISONS)}, "
-                         f"found {' '.join(args.names) or 'none'}")
-    if not re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?(,\d+(\.\d+)?(e-?\d+)?)*", args.lrs):
+    if not (args.names or args.plot):
+        raise ValueError(f"names: expected some of {', '.join(COMPARISONS)}, found none")
+    rate = r"\d+(\.\d+)?(e-?\d+)?"
+    if not re.fullmatch(f"{rate}(,{rate})*", args.lrs):
         raise ValueError("--lrs: expected learning rates separated by commas, as 5e-5,1e-4; "
                          f"found {args.lrs}")
     args.lrs = args.lrs.split(",")
@@ -278,19 +267,11 @@ def body(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Command line -> exit status."""
+    """Command line -> exit status. What comes after -- goes to every run."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    flags = lab.parser("compare", __doc__)
-    flags.add_argument("names", nargs="*", help=", ".join(COMPARISONS))
-    flags.add_argument("--plot", action="store_true", help="draw figures/*.png (needs matplotlib)")
-    flags.add_argument("--lrs", default="5e-5,1e-4,2e-4", help="rates to choose from")
-    flags.add_argument("--tune-seeds", type=whole(0), default=2, metavar="N",
-                       help="seeds, from 100, that choose each arm's rate and are not reported [2]")
-    flags.add_argument("--steps", type=whole(1), default=80, help="rollout batches per run [80]")
-    flags.add_argument("--rollout-batch", type=whole(1), default=256, metavar="N",
-                       help="responses per batch [256]")
-    flags.set_defaults(extra=argv[cut + 1 :])
-    return lab.command(flags, body, argv[:cut])
+    run = lambda args: body(argparse.Namespace(**vars(args), extra=argv[cut + 1 :]))
+    return lab.script("compare", __doc__, FLAGS, run, argv[:cut], positional=(*COMPARISONS,),
+                      common=("folder", "seeds", "workers"))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,29 @@
 """Coverage against initial pool: S3AC §3.3, Figures 2a, 5 and 10.
 
-Claims: a stronger policy gets long responses right that the initial one does not (Figure 10). A
-critic pretrained on a pool that holds both knows more of the stronger policy's responses than one
-that saw the initial policy alone (Figures 2a, 5), and an actor trained with it ends higher.
-Measured on both policies' responses to held-out problems: the share right by length; EV, value
-loss, the mean gap between V(s_0) and the share right of prompts with such a V(s_0); the squared
-error of (V + 1)/2 against the true success p of random prefixes. Then the actors' success.
-
+Claims: a stronger policy gets long responses right that the initial one does not. A critic
+pretrained on a pool that holds both knows more of the stronger policy's responses than one that saw
+the initial policy alone, and an actor trained with it ends higher. Measured on both policies'
+responses to held-out problems: the share right by length; EV, value loss, the mean gap between
+V(s_0) and the share right of prompts with such a V(s_0); the squared error of (V + 1)/2 against the
+true success p of random prefixes. Then the actors' success.
 Differs from the paper: the stronger policy is the actor trained with the initial critic (or
 --strong DIR); the pool's other two are the initial one at temperatures 0.8 and 0.6. A response has
 the length of its problem here, whoever writes it: a stronger policy brings no new lengths.
 
     python -m figures.coverage [--tiny: the smallest sizes]
 """
-
 import argparse
-import functools
 import itertools
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 import genac
 import rollout
-import train
 from critic import Critic, explained_variance
 from figures import lab
 from figures.compare import success
@@ -48,30 +44,20 @@ SIZES = {  # name: default, with --tiny, what it is
     "prefixes": (200, 4, "states whose true p is sampled"),
     "continuations": (32, 2, "of each"), "strong": ("", "", "folder of the stronger policy")}
 
-# ---- jobs ----------------------------------------------------------------------------------------
-
-
-def policy(path: str) -> train.Run:
-    """The model in path as train.respond wants it, with all held-out problems."""
-    return train.setup(train.parse(["--preset", "tiny", "--method", "grpo", "--model", path])[0])
-
-
-def responses(run: train.Run, held_out: bool, temperature: float, turn: Iterator[int],
-              rng: torch.Generator, n: int) -> rollout.Batch:
-    """Responses of a policy to the next n problems; the problems come round and round."""
-    problems, prompts = ((run.eval_problems, run.eval_prompts) if held_out
-                         else (run.problems, run.prompts))
-    ids = torch.tensor(list(itertools.islice(turn, n))) % len(problems)
-    return train.respond(run, prompts, [x.answer for x in problems], ids, rng, temperature)
-
 
 def pool_job(folder: str, policies: tuple[tuple[str, float], ...], n: int, held_out: bool) -> int:
-    """A pool of n responses of each policy (path, temperature) -> its size."""
+    """A pool of n responses of each policy (path, temperature) -> its size. The problems come round
+    and round."""
+    def sampler(path: str, temperature: float) -> Callable[[int], rollout.Batch]:
+        """Of responses to the next n problems."""
+        run, turn, rng = lab.policy(path), itertools.count(), torch.Generator().manual_seed(0)
+        count = len(run.eval_prompts if held_out else run.prompts)
+        return lambda n: lab.responses(run, torch.tensor([next(turn) % count for _ in range(n)]),
+                                       rng, temperature, held_out=held_out)
+
     shutil.rmtree(folder, ignore_errors=True)  # of a job that was cut
-    samplers = [(f"{path} at {t}", functools.partial(
-        responses, policy(path), held_out, t, itertools.count(), torch.Generator().manual_seed(0)))
-        for path, t in policies]
-    return len(fill_pool(folder, samplers, n, 2048))
+    return len(fill_pool(folder, [(f"{path} at {t}", sampler(path, t)) for path, t in policies],
+                         n, 2048))
 
 
 def critic_job(name: str, seed: int, size: int, base: str, folder: str) -> float:
@@ -90,9 +76,9 @@ def critic_job(name: str, seed: int, size: int, base: str, folder: str) -> float
 def truth_job(path: str, n: int, k: int) -> dict:
     """n states of a policy's responses to held-out problems, and the share of k continuations of
     each that end right -> question, prefix, p: lists of n; success of the policy."""
-    run, rng = policy(path), torch.Generator().manual_seed(0)
-    batch = responses(run, True, 1.0, itertools.count(), rng, len(run.eval_problems))
-    problems = [run.eval_problems[i] for i in batch.prompt_id.tolist()]
+    run, rng = lab.policy(path), torch.Generator().manual_seed(0)
+    problems = run.eval_problems
+    batch = lab.responses(run, torch.arange(len(problems)), rng, held_out=True)
     starts, p = lab.random_truths(run, batch, genac.segment_starts(batch.mask, width=4),
                                   [x.answer for x in problems], n, k, rng)
     states = genac.states_at(run.tokenizer, [x.prompt for x in problems], batch.tokens[
@@ -126,9 +112,6 @@ def measure_job(path: str, folder: str, k: int) -> list[dict]:
     return results
 
 
-# ---- tables --------------------------------------------------------------------------------------
-
-
 def print_tables(results: dict[str, list[list[dict]]], actors: dict[str, list[float]]) -> None:
     """The critics on both policies' responses, the actors, whether the claims show.
 
@@ -140,50 +123,50 @@ def print_tables(results: dict[str, list[list[dict]]], actors: dict[str, list[fl
             [name, *(lab.mean_sd([x[label][key] for x in seeds]) for key in COLUMNS)]
             for name, seeds in results.items()])
         for name in ("coverage", "initial"):  # Figure 2a, as text
-            bins = results[name][0][label]["bins"]
             print(f"\n{name}, first seed, V(s_0) as a success rate → share right (prompts): "
-                  + ", ".join(f"{v:.2f} → {share:.2f} ({n})" for n, v, share in bins))
+                  + ", ".join(f"{v:.2f} → {share:.2f} ({n})"
+                              for n, v, share in results[name][0][label]["bins"]))
     print()
     lab.print_table(["actor trained with", "paper, 35B", "success, %"], [
         [name, ACTORS[name], lab.mean_sd([100 * x for x in runs], 1)]
         for name, runs in actors.items()])
-    new, old = ({key: [x[1][key] * (1 if key == "ev" else -1) for x in results[name]]
-                 for key in COLUMNS} for name in ("coverage", "initial"))
+    of = lambda name, key: [x[1][key] * (1 if key == "ev" else -1) for x in results[name]]
     print()
     lab.print_table(["claim: on the stronger policy the coverage critic has a", "here"], [
-        *([f"better {text}", lab.verdict(new[key], old[key])] for key, text in COLUMNS.items()),
+        *([f"better {text}", lab.verdict(of("coverage", key), of("initial", key))]
+          for key, text in COLUMNS.items()),
         ["better actor", lab.verdict(actors["coverage"], actors["initial"])]])
 
 
 def main(args: argparse.Namespace) -> None:
     """Pools, critics, actors, measurements, tables."""
     folder, base, seeds = args.folder, lab.base_policy(args.tiny), range(1, args.seeds + 1)
+    strong = args.strong or f"{folder}/actor-initial-1/actor"
     run = lambda jobs: lab.run_jobs(jobs, folder, args.workers)
-    pool = lambda name, policies, n, held_out: lab.Job(f"pool-{name}", pool_job, (
-        f"{folder}/{name}", policies, n, held_out))
+    pools = [lab.Job(f"pool-{name}", pool_job, (f"{folder}/{name}", *more)) for name, *more in (
+        ("initial", ((base, 1.0),), 2 * args.size, False),
+        ("coverage", ((base, 1.0), (base, 0.8), (base, 0.6), (strong, 1.0)), args.size // 2, False),
+        ("test", ((base, 1.0), (strong, 1.0)), args.test, True))]
     critics = {x: [lab.Job(f"{x}-{i}", critic_job, (x, i, args.size, base, folder), quiet=True)
                    for i in seeds] for x in CRITICS}
     actors = {x: [lab.training(f"actor-{x}-{i}", (
         f"--preset tiny --rollout-batch {args.batch} --steps {args.steps} --lr {args.lr} "
         f"--critic-lr {5 * args.lr} --eval-problems {args.test // 4} --seed {i}").split() + [
             "--model", base, "--critic", f"{folder}/{x}-{i}"]) for i in seeds] for x in ACTORS}
-    measured = {x: [lab.Job(f"measured-{job.name}", measure_job, (
-        f"{folder}/{job.name}", folder, args.continuations), quiet=True) for job in jobs]
-        for x, jobs in critics.items()}
-    every = {x: sum(jobs.values(), []) for x, jobs in (
-        ("critics", critics), ("actors", actors), ("measured", measured))}
-    lab.announce(folder, {"for pools": 3, "of critics": every["critics"], "for the true p": 2,
-                          "of measuring": every["measured"], "of actors": every["actors"]})
-    run([pool("initial", ((base, 1.0),), 2 * args.size, False)])
+    truths = [lab.Job(f"truth-{i}", truth_job, (x, args.prefixes, args.continuations))
+              for i, x in enumerate((base, strong))]
+    measured = {x: [lab.Job(f"measured-{x}-{i}", measure_job, (
+        f"{folder}/{x}-{i}", folder, args.continuations), quiet=True) for i in seeds]
+        for x in CRITICS}
+    all_critics, measuring, all_actors = (sum(x.values(), []) for x in (critics, measured, actors))
+    lab.announce(folder, {"for pools": pools, "of critics": all_critics, "for the true p": truths,
+                          "of measuring": measuring, "of actors": all_actors})
+    run(pools[:1])
     if not args.strong:
         run(critics["initial"])
         run(actors["initial"])
-    strong = args.strong or f"{folder}/actor-initial-1/actor"
-    run([pool("coverage", ((base, 1.0), (base, 0.8), (base, 0.6), (strong, 1.0)),
-              args.size // 2, False),
-         pool("test", ((base, 1.0), (strong, 1.0)), args.test, True)])
-    run(every["critics"] + [lab.Job(f"truth-{i}", truth_job, (x, args.prefixes, args.continuations))
-                            for i, x in enumerate((base, strong))])
+    run(pools[1:])
+    run(all_critics + truths)
     results, runs = (lab.run_groups(x, folder, args.workers) for x in (measured, actors))
     print("\nshare right of held-out responses: policy 0 the initial one, 1 the stronger one\n"
           + format_coverage(coverage_table(TrajectoryPool.open(f"{folder}/test").index))
@@ -192,4 +175,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(lab.script("coverage", __doc__, SIZES, main))
+    sys.exit(lab.script("coverage", __doc__, SIZES, main, sys.argv[1:]))

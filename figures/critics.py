@@ -4,21 +4,18 @@ r"""GenAC's claims: a critic that reasons in text against a value head, and what
     top-1    how often the one response that is right so far has the highest score of m
     RL       success of the actor at equal updates, and in equal time
 
-GenAC (arXiv 2604.10701): error and distribution shift, top-1, critic size, ICC × stage, RL. The
-actors of the error tables are noisy: each step slips with a probability that the critic can tell
-from the success rate in its prompt. Both kinds of critic start from one policy, read the same text
-and make as many updates: SFT, then the outcomes of fresh responses (REINFORCE on R_v; ½ (V − R)²
-for the value head, which reads the last token). What is not fair: in SFT the generative critic
-learns from step-by-step traces, the value head from one number, the score at the trace's end.
-"Unseen operands" are unseen by the critics and by the policy that both start from.
-
-Differs from the paper: the oracle is a program (there a large language model); the policy has 0.2M
-parameters; the RL stage is 2 % of a critic's updates.
+GenAC (2604.10701): error and distribution shift, top-1, critic size, ICC × stage, RL. The actors of
+the error tables are noisy: a step slips with a probability that the critic can tell from the
+success rate in its prompt. Both kinds of critic start from one policy, read the same text and make
+as many updates: SFT, then the outcomes of fresh responses (REINFORCE on R_v; ½ (V − R)² for the
+value head, which reads the last token). Not fair: in SFT the generative critic learns from traces
+step by step, the value head from one number. Operands are unseen by critics and policy alike.
+Differs from the paper: the oracle is a program; the RL stage is 2 % of a critic's updates.
 
     python -m figures.critics [--tiny: the smallest sizes]
     python -m figures.critics --train       only the critic for RL (FOLDER/rl/critic), its table
 """
-
+import bisect
 import functools
 import itertools
 import json
@@ -62,16 +59,14 @@ SIZES = {  # name: default, with --tiny, what it is
     "lr": (1e-4, 1e-4, "of both kinds in the RL stage"),
     "truth": (400, 4, "states of the policy whose true p is sampled"),
     "k": (64, 2, "continuations of each"), "rl_steps": (14, 2, "of the actor"),
-    "eval_problems": (414, 4, "held-out problems of a run"),
-    "train": (False, False, "only the critic for RL, and its table")}
+    "eval_problems": (414, 4, "held-out problems of a run")}
+TRAIN = {"train": (False, False, "only the critic for RL, and its table")}
 
 # ---- the oracle ----------------------------------------------------------------------------------
-# A program that knows what the critic is told and nothing more. It assumes that each step at the
-# hard mark slips with one probability (rollout.demonstration does exactly that; a trained actor
-# only roughly). A value that is `behind` = (right − stated) mod 10 falls behind by the addend with
-# each further slip, so the chain ends right if k of the m steps left slip and
-#     (behind + k·addend) mod 10 = 0        k ~ Binomial(m, slip)
-
+# A program that knows what the critic is told: that each step at the hard mark slips with one
+# probability (a demonstration's do; a trained actor's only roughly). A value that is `behind` =
+# (right − stated) mod 10 falls behind by the addend with each slip. So the chain ends right if k of
+# the m steps left slip and (behind + k·addend) mod 10 = 0, k ~ Binomial(m, slip).
 
 def chance(by: int, steps_left: int, behind: int, slip: float) -> float:
     """Probability in [0, 1] that a chain with the addend `by` ends right, steps_left ≥ 0 steps from
@@ -91,11 +86,8 @@ def success_at(slip: float) -> float:
 @functools.cache
 def slip_at(success_rate: float) -> float:
     """The slip probability, at most MOST, at which success_at is the success rate."""
-    low, high = 0.0, MOST
-    for _ in range(40):  # success_at falls from 0 to MOST
-        middle = (low + high) / 2
-        low, high = (middle, high) if success_at(middle) > success_rate else (low, middle)
-    return low
+    return bisect.bisect_left(range(int(1e6 * MOST)), -success_rate,
+                              key=lambda i: -success_at(i / 1e6)) / 1e6  # it falls
 
 
 def check_steps(question: str, prefix: str) -> tuple[list[tuple[str, str, str]], int]:
@@ -135,25 +127,27 @@ def true_p(states: list[State]) -> Tensor:
 
 # ---- states of noisy actors ----------------------------------------------------------------------
 
-
 def draw_rate(slips: tuple[float, float], rng: random.Random) -> float:
     """The success rate of an actor, to the two digits that a prompt shows: they are all of it."""
     return round(success_at(rng.uniform(*slips)), 2)
 
 
-def response_states(problem: rollout.Problem, rate: float, rng: random.Random,
-                    ) -> tuple[list[State], bool]:
-    """States at every fourth token of a noisy actor's response, and whether it ends right."""
-    text = rollout.demonstration(problem.prompt, slip_at(rate), rng)  # a character is a token
-    return ([State(problem.prompt, text[:t], SIZE, rate) for t in range(0, len(text), WIDTH)],
-            rollout.chain_reward(text[:-1], problem.answer) > 0)
+def responses(problems: list, slips: tuple[float, float], rng: random.Random
+              ) -> Iterator[tuple[list[State], bool]]:
+    """Endless responses, each by another noisy actor: the states at every fourth token, and whether
+    it ends right."""
+    while True:
+        problem, rate = rng.choice(problems), draw_rate(slips, rng)
+        text = rollout.demonstration(problem.prompt, slip_at(rate), rng)  # a character is a token
+        yield ([State(problem.prompt, text[:t], SIZE, rate) for t in range(0, len(text), WIDTH)],
+               rollout.chain_reward(text[:-1], problem.answer) > 0)
 
 
 def task_states(n: int, seed: int, problems: list, slips: tuple[float, float]) -> list[State]:
     """n states of noisy actors, balanced over outcome and quarter of the response, shuffled."""
     rng, states, cell = random.Random(seed), [], []
-    while len(states) < 2 * n:
-        new, right = response_states(rng.choice(problems), draw_rate(slips, rng), rng)
+    for new, right in itertools.takewhile(lambda _: len(states) < 2 * n,
+                                          responses(problems, slips, rng)):
         cell += [4 * right + 4 * i // len(new) for i in range(len(new))]
         states += new
     rows = balanced_draw(np.array(cell), n, seed).tolist()
@@ -176,19 +170,15 @@ def lessons(n: int, seed: int, problems: list, slips: tuple[float, float]) -> li
 
 
 def outcomes(n: int, seed: int, problems: list, steps: int) -> Iterator[tuple[list[State], Tensor]]:
-    """steps times the N states of n responses of another noisy actor, and each one's r [N]."""
-    rng = random.Random(seed)
+    """steps times the N states of n fresh responses, and the outcome r [N] of each one's."""
+    fresh = responses(problems, SEEN, random.Random(seed))
     for _ in range(steps):
-        rate, states, r = draw_rate(SEEN, rng), [], []
-        for problem in rng.choices(problems, k=n):
-            new, right = response_states(problem, rate, rng)
-            states += new
-            r += [float(right)] * len(new)
-        yield states, torch.tensor(r)
+        drawn = list(itertools.islice(fresh, n))
+        yield (sum((states for states, _ in drawn), []),
+               torch.tensor([float(right) for states, right in drawn for _ in states]))
 
 
 # ---- test sets, and what is measured on them -----------------------------------------------------
-
 
 def test_sets(n: int, seed: int) -> tuple[list, dict[str, list[State]], list[list[State]]]:
     """Problems to train on; n states by test set; n/4 pools of candidates: of hard prompts, since
@@ -197,11 +187,10 @@ def test_sets(n: int, seed: int) -> tuple[list, dict[str, list[State]], list[lis
                       for x in (False, True))
     short, long = ([p for p in hard if (p.answer[0] <= NEAR) == near] for near in (True, False))
     unseen = [p for p in held_out if p.level.endswith("new pair") and p.answer[0] <= NEAR]
-    test, training = short[:100], short[100:]
-    sets = {"in distribution": (test, SEEN), "longer chains": (long, SEEN),
-            "stronger actors": (test, (0.0, 0.05)), "unseen operands": (unseen, SEEN)}
+    sets = {"in distribution": (short[:100], SEEN), "longer chains": (long, SEEN),
+            "stronger actors": (short[:100], (0.0, 0.05)), "unseen operands": (unseen, SEEN)}
     states = {name: task_states(n, seed, *where) for name, where in sets.items()}
-    return training, states, candidate_pools(n // 4, seed, test)
+    return short[100:], states, candidate_pools(n // 4, seed, short[:100])
 
 
 def candidate_pools(n: int, seed: int, problems: list) -> list[list[State]]:
@@ -227,7 +216,7 @@ def measure(score: Callable[[list[State]], list[float]], states: dict[str, list[
     """Mean (v̂ − p)² by set, and how often a pool's first candidate has the top score."""
     result = {name: (torch.tensor(score(rows)) - true_p(rows)).square().mean().item()
               for name, rows in states.items()}
-    v = torch.tensor(score([x for pool in pools for x in pool])).view(len(pools), -1)
+    v = torch.tensor(score(sum(pools, []))).view(len(pools), -1)
     for m in POOLS:  # one of several equal top scores is taken at random: its expectation
         top = v[:, :m] == v[:, :m].amax(1, keepdim=True)
         result[f"top-1 of {m}"] = (top[:, 0] / top.sum(1)).mean().item()
@@ -235,7 +224,6 @@ def measure(score: Callable[[list[State]], list[float]], states: dict[str, list[
 
 
 # ---- the two kinds of critic ---------------------------------------------------------------------
-
 
 def task_critic(folder: str, icc: bool = True, layers: int = 4) -> GenCritic:
     """A critic of the embedded task: the first layers of the model in the folder."""
@@ -246,9 +234,9 @@ def task_critic(folder: str, icc: bool = True, layers: int = 4) -> GenCritic:
                      patience=10**9)  # one that gives no score is measured, too
 
 
-def scores(critic: GenCritic, states: list[State], rng: torch.Generator) -> list[float | None]:
-    """v̂ of each state."""
-    return genac.ask_states(critic, states, rollout.shared(rollout.generate), rng)[0].v_hat
+def ask(critic: GenCritic, states: list[State], rng: torch.Generator) -> genac.Replies:
+    """The critic's replies about the states."""
+    return genac.ask_states(critic, states, rollout.shared(rollout.generate), rng)[0]
 
 
 def sft(critic: GenCritic, states: list[State], s: Namespace) -> None:
@@ -256,10 +244,9 @@ def sft(critic: GenCritic, states: list[State], s: Namespace) -> None:
     if not critic.icc:  # an oracle that is not told takes the average actor
         rate = sum(x.success_rate for x in states) / len(states)
         states = [x._replace(success_rate=rate) for x in states]
-    traces = [(x, oracle_trace(x)) for x in states]
     optimizer = FiniteAdamW(critic.model, s.sft_lr, name="generative critic")
-    genac.sft(critic, traces, optimizer, epochs=1, batch_size=s.sft_batch, token_budget=TOKENS,
-              seed=None, progress=False)
+    genac.sft(critic, [(x, oracle_trace(x)) for x in states], optimizer, epochs=1,
+              batch_size=s.sft_batch, token_budget=TOKENS, seed=None, progress=False)
 
 
 def reinforce(critic: GenCritic, batches: Iterable[tuple[list[State], Tensor]], s: Namespace,
@@ -267,8 +254,7 @@ def reinforce(critic: GenCritic, batches: Iterable[tuple[list[State], Tensor]], 
     """Stage 2, the actors stay as they are: REINFORCE on R_v = 1 − (r − v̂)²."""
     optimizer = FiniteAdamW(critic.model, s.lr, weight_decay=0.0, name="generative critic")
     for states, r in batches:
-        replies, _ = genac.ask_states(critic, states, rollout.shared(rollout.generate), rng)
-        genac.reinforce_backward(critic, replies, r, token_budget=TOKENS)
+        genac.reinforce_backward(critic, ask(critic, states, rng), r, token_budget=TOKENS)
         norm = nn.utils.clip_grad_norm_(critic.model.parameters(), 1.0)
         optimizer.step_if_finite(norm.item())
 
@@ -305,7 +291,7 @@ def critic_job(name: str, seed: int, s: Namespace, base: str) -> dict[str, dict[
         """v̂ of the states: (V + 1)/2; or the reply's, the success rate where it has none."""
         if critic:
             return ((last_value(critic, reader, of) + 1) / 2).clamp(0, 1).tolist()
-        return [x.success_rate if v is None else v for x, v in zip(of, scores(reader, of, rng))]
+        return [x.success_rate if v is None else v for x, v in zip(of, ask(reader, of, rng).v_hat)]
 
     for stage in STAGES:
         start = time.perf_counter()
@@ -332,50 +318,49 @@ def print_critics(results: dict[str, list[dict]]) -> None:
         lab.print_table(["critic, stage", *names], [
             [f"{name}, {stage}", *(lab.mean_sd([x[stage][c] for x in seeds]) for c in names)]
             for name, seeds in results.items() for stage in STAGES])
-    claims = [(c, "generative", "value head") for c in columns[:-1]] + [
-        (columns[0], better, worse) for better, worse in (
-            ("generative", "generative, 2 layers"), ("value head", "value head, 2 layers"),
-            ("generative", "generative, no ICC"))]
-    good = lambda name, c, stage="SFT + RL": [
-        x[stage][c] * (1 if "top-1" in c else -1) for x in results[name]]
+    claims = [(c, "generative", "value head") for c in columns[:-1]] + [(columns[0], *x) for x in (
+        ("generative", "generative, 2 layers"), ("value head", "value head, 2 layers"),
+        ("generative", "generative, no ICC"), ("generative", "generative, SFT alone"))]
+    results["generative, SFT alone"] = [x | {STAGES[-1]: x["SFT"]} for x in results["generative"]]
+    good = lambda name, c: [x[STAGES[-1]][c] * (1 if "top-1" in c else -1) for x in results[name]]
     print()
     lab.print_table(["measure", "claim", "here"], [
-        *([c, f"{better} better than {worse}", lab.verdict(good(better, c), good(worse, c))]
-          for c, better, worse in claims),
-        [columns[0], "generative: RL better than SFT alone", lab.verdict(
-            good("generative", columns[0]), good("generative", columns[0], "SFT"))]])
+        [c, f"{better} better than {worse}", lab.verdict(good(better, c), good(worse, c))]
+        for c, better, worse in claims])
 
 
 # ---- RL: its critic, that critic's error on the policy's own states, the runs --------------------
 
-
-def rl_critic(s: Namespace, base: str, folder: str) -> None:
-    """Stage 1 on chains of all lengths, longer in proportion; the critic is kept in the folder."""
+def rl_critic(s: Namespace, base: str, folder: str) -> str:
+    """Stage 1 on chains of all lengths, longer in proportion -> the folder with the critic."""
     critic, n = task_critic(base), s.sft_steps * STEPS // 10 * s.sft_batch
     sft(critic, lessons(n, 0, rollout.task_problems(), ANY), s)
     rollout.write_folder(folder, critic.tokenizer, critic.model)
+    return folder
 
 
-def policy_errors(truth: str, k: int, folders: tuple[str, ...]) -> dict[str, list[float]]:
-    """name -> error on states of the policy's own responses, and unparsable share: of always the
-    mean of p, of the oracle program, of the critics in the folders. truth: truth_job's file."""
+def policy_errors(truth: str, k: int, folders: tuple[str, ...]) -> list[list]:
+    """[name, error on states of the policy's own responses, unparsable share]: of always the mean
+    of p, of the oracle program, of the critics in the folders. truth: truth_job's file."""
     with open(truth) as file:
         truth = json.load(file)
     p, rate, rng = truth["p"], truth["success"], torch.Generator().manual_seed(0)
     states = [State(q, x, SIZE, rate) for q, x in zip(truth["question"], truth["prefix"])]
     v_hat = {"always the mean of p": [sum(p) / len(p)] * len(p), "the oracle program": [
         genac.parse_score(oracle_trace(x)) for x in states]}
-    v_hat |= {folder: scores(task_critic(folder), states, rng) for folder in folders}
-    return {name: [lab.squared_error([rate if x is None else x for x in v], p, k),
-                   v.count(None) / len(v)] for name, v in v_hat.items()}
+    v_hat |= {folder: ask(task_critic(folder), states, rng).v_hat for folder in folders}
+    return [[name, lab.squared_error([rate if x is None else x for x in v], p, k),
+             lab.percent(v.count(None) / len(v))] for name, v in v_hat.items()]
 
 
-def run_flags(method: str, seed: int, steps: int, s: Namespace, base: str) -> list[str]:
-    """The flags of a training run; the limit of 64 makes segments of WIDTH tokens, two steps."""
+def rl_job(method: str, seed: int, steps: int, s: Namespace, base: str, *more: str, end: str = ""
+           ) -> lab.Job:
+    """A training run; the limit of 64 makes segments of WIDTH tokens, two steps."""
     flags = (f"--preset tiny --method {method} --seed {seed} --steps {steps} --token-budget "
              f"{TOKENS} --rollout-batch {s.batch} --eval-problems {s.eval_problems} "
              f"--max-response {16 * WIDTH}")
-    return [*flags.split(), "--model", base]
+    return lab.training(f"{method}-{seed}{end}" if seed else "rl", [
+        *flags.split(), "--model", base, *more])
 
 
 def print_rl(args: Namespace, s: Namespace, base: str, critic: str) -> None:
@@ -384,10 +369,9 @@ def print_rl(args: Namespace, s: Namespace, base: str, critic: str) -> None:
     def runs(steps: dict[str, int], end: str) -> dict[str, list[dict]]:
         """method -> a run per seed."""
         more = {"genac": ["--critic", critic, "--critic-lr", "1e-5"]}
-        return lab.run_groups({m: [lab.training(
-            f"{m}-{i}{end}", run_flags(m, i, n, s, base) + more.get(m, []))
-            for i in range(1, args.seeds + 1)] for m, n in steps.items()},
-            args.folder, args.workers)
+        return lab.run_groups({m: [rl_job(m, i, n, s, base, *more.get(m, []), end=end)
+                                   for i in range(1, args.seeds + 1)] for m, n in steps.items()},
+                              args.folder, args.workers)
 
     equal = runs(dict.fromkeys(("genac", "ppo", "grpo", "vine-ppo"), s.rl_steps), "")
     seconds = {m: float(np.median([  # of a step; the first one is left out, it warms up
@@ -403,34 +387,30 @@ def print_rl(args: Namespace, s: Namespace, base: str, critic: str) -> None:
          percent(timed[m]), steps[m]] for m in equal])
 
 
-# ---- command line --------------------------------------------------------------------------------
-
-
 def main(args: Namespace) -> None:
     """The critic for RL and its table; then, without --train, all critics and the runs."""
-    s, folder = Namespace(**{x: getattr(args, x) for x in SIZES if x != "train"}), args.folder
+    s, folder = Namespace(**{x: getattr(args, x) for x in SIZES}), args.folder
     base, stage_1, critic = lab.base_policy(args.tiny), f"{folder}/stage-1", f"{folder}/rl/critic"
     first = [lab.Job("stage 1", rl_critic, (s, base, stage_1), quiet=True),
              lab.Job("truth", truth_job, (base, s.truth, s.k), quiet=True)]
     critics = {} if args.train else {x: [
         lab.Job(f"{x}, seed {i}", critic_job, (x, i, s, base), quiet=True)
         for i in range(1, args.seeds + 1)] for x in CRITICS}
-    rl = [lab.training("rl", run_flags("genac", 0, s.steps, s, base) + [
-        "--freeze-actor", "--critic", stage_1, "--critic-lr", str(s.lr)])]
+    rl = [rl_job("genac", 0, s.steps, s, base, "--freeze-actor", "--critic", stage_1,
+                 "--critic-lr", str(s.lr))]
     table = [lab.Job("table", policy_errors, (
         f"{folder}/truth.json", s.k, (base, stage_1, critic)), quiet=True)]
     lab.announce(folder, {"of critics": first + sum(critics.values(), []), "of stage 2": rl,
                           "for its table": table, "of RL": 7 * args.seeds * (not args.train)})
     groups = lab.run_groups({"": first} | critics, folder, args.workers)
     lab.run_jobs(rl, folder, args.workers)
-    rows = lab.run_jobs(table, folder, args.workers)["table"]
     print("\nthe critic for RL on states of the policy\n")
-    lab.print_table(["scores of", "mean (v̂ − p)²", "unparsable"], [
-        [name, error, lab.percent(silent)] for name, (error, silent) in rows.items()])
+    lab.print_table(["scores of", "mean (v̂ − p)²", "unparsable"],
+                    lab.run_jobs(table, folder, args.workers)["table"])
     if critics:
         print_critics({x: groups[x] for x in critics})
         print_rl(args, s, base, critic)
 
 
 if __name__ == "__main__":
-    sys.exit(lab.script("critics", __doc__, SIZES, main))
+    sys.exit(lab.script("critics", __doc__, SIZES | TRAIN, main, sys.argv[1:]))

@@ -4,17 +4,14 @@
 
 Claims: std 1/(H+1) lowers the loss of the first 20 steps of value pretraining, a limit of 10
 lowers the share of clipped steps, and the head holds over 99 % of the squared gradient norm early
-on. Measured: a critic pretrained once over a pool, attention frozen, in each of the nine cells.
-The tiny model learns from its own responses; a second one (--model DIR) from demonstrations of the
-embedded task in its own tokens, with one seed.
-
-Differs from the paper: one epoch, a higher learning rate (the models are small, the steps few). The
-first and the last 20 of fewer than 40 steps overlap. A narrow model cannot show the first claim: at
+on. The tiny model learns from its own responses, a second one (--model DIR) from demonstrations of
+the embedded task in its own tokens, with one seed. A narrow model cannot show the first claim: at
 H = 64, 1/(H+1) lies between 0.01 and 0.02 and V starts near 0 with all three.
+Differs from the paper: one epoch, a higher learning rate; the first and the last 20 of fewer than
+40 steps overlap.
 
     python -m figures.head [--model DIR] [--tiny: the smallest sizes]
 """
-
 import argparse
 import os
 import random
@@ -83,8 +80,8 @@ def print_grid(grid: dict[str, list[dict[str, dict]]]) -> None:
     print()
     lab.print_table(["claim", "paper, 35B", "here", "shows?"], [
         ["loss of the first 20 steps, std 0.01 → 1/(H+1), limit 10", "0.72 → 0.45",
-         f"{lab.mean_sd(wide)} → {lab.mean_sd(small)}",
-         lab.verdict([-x for x in small], [-x for x in wide])],
+         f"{lab.mean_sd(wide)} → {lab.mean_sd(small)}", lab.verdict(
+             [-x for x in small], [-x for x in wide])],
         ["steps clipped, limit 1 → 10, std 1/(H+1)", "99.7 % → 12.5 %",
          f"{percent(one)} → {percent(ten)}", lab.verdict(one, ten)],
         ["head's share of the squared norm, steps 1–10, std 1/(H+1), limit 10", "> 99 %",
@@ -113,4 +110,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(lab.script("head", __doc__, SIZES, main))
+    sys.exit(lab.script("head", __doc__, SIZES, main, sys.argv[1:]))

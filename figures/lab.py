@@ -1,11 +1,10 @@
 """The laboratory's shared part: jobs side by side, tables, mean ± sd, verdicts, bands in pictures.
 
-A job is a name and a function with its arguments, or a training run with its flags. Each job is a
-process of its own; its words go to FOLDER/NAME.log, its result to FOLDER/NAME.json (of a training
-run to FOLDER/NAME/result.json). The same command goes on where it was stopped: a job that has its
-result is not done again, and a training run that was cut goes on from its checkpoint.
+A job is a process of its own: a function with its arguments, or a training run with its flags. Its
+words go to FOLDER/NAME.log, its result to FOLDER/NAME.json (of a training run to
+FOLDER/NAME/result.json). The same command goes on where it was stopped: a job that has its result
+is not done again, and a training run that was cut goes on from its checkpoint.
 """
-
 from __future__ import annotations
 
 import argparse
@@ -33,19 +32,18 @@ from train import write_json
 
 # ---- jobs ----------------------------------------------------------------------------------------
 
-
 class Job(NamedTuple):
     """One process. Its arguments can be pickled; what does not change the result is not one."""
 
     name: str  # file name of log and result
-    function: Callable[..., Any]  # at the top of a module; returns what JSON can hold, not None
-    arguments: tuple = ()
+    function: Callable[..., Any] | None  # of a module; returns JSON, not None. None: a training run
+    arguments: tuple = ()  # of a training run its flags
     quiet: bool = False  # print no line when it ends
 
 
 def training(name: str, flags: list[str], *, quiet: bool = False) -> Job:
     """A training run `train.py FLAGS --out FOLDER/NAME` on the CPU."""
-    return Job(name, train_run, tuple(flags), quiet)
+    return Job(name, None, tuple(flags), quiet)
 
 
 def train_run(path: str, *flags: str) -> int:
@@ -59,26 +57,25 @@ def train_run(path: str, *flags: str) -> int:
 def result(job: Job, folder: str) -> Any:
     """What a finished job returned, None before. Of a training run: a dict of "before" and "after"
     (the evaluations), "stopped" (why it ended early, or ""), "metrics" (lines of metrics.jsonl)."""
-    path, is_run = os.path.join(folder, job.name), job.function is train_run
-    file = Path(path, "result.json") if is_run else Path(path + ".json")
+    path = Path(folder, job.name)
+    file = path.with_name(job.name + ".json") if job.function else path / "result.json"
     if not file.exists():
         return None
     value = json.loads(file.read_text())
-    if is_run:
-        lines = Path(path, "metrics.jsonl").read_text().splitlines()
-        value = {"stopped": ""} | value | {"metrics": [json.loads(line) for line in lines]}
-    return value
+    lines = [] if job.function else (path / "metrics.jsonl").read_text().splitlines()
+    return value if job.function else {
+        "stopped": "", **value, "metrics": [json.loads(line) for line in lines]}
 
 
 def announce(folder: str, stages: dict[str, list[Job] | int]) -> None:
     """Prints how many jobs will run in how many stages, and how many are done already. stages:
     title -> jobs, or their number where their flags depend on an earlier stage."""
+    jobs = sum((x for x in stages.values() if not isinstance(x, int)), [])
     sizes = {name: x if isinstance(x, int) else len(x) for name, x in stages.items() if x}
-    jobs = [job for x in stages.values() if not isinstance(x, int) for job in x]
-    done = sum(result(job, folder) is not None for job in jobs)
-    parts = ", then ".join(f"{n} {name}" for name, n in sizes.items())
-    print(f"{sum(sizes.values())} runs in {len(sizes)} stages ({parts}), {done} of them done "
-          f"already; folder {folder}", flush=True)
+    print(f"{sum(sizes.values())} runs in {len(sizes)} stages ("
+          + ", then ".join(f"{n} {name}" for name, n in sizes.items())
+          + f"), {sum(result(job, folder) is not None for job in jobs)} of them done already; "
+          f"folder {folder}", flush=True)
 
 
 def run_jobs(jobs: list[Job], folder: str, workers: int = 2, *, title: str = "") -> dict[str, Any]:
@@ -88,24 +85,30 @@ def run_jobs(jobs: list[Job], folder: str, workers: int = 2, *, title: str = "")
     folder, running = os.path.abspath(folder), []
     check_same(jobs, folder)
     waiting = [job for job in jobs if result(job, folder) is None]
-    done = len(jobs) - len(waiting)
-    with tqdm(total=len(jobs), initial=done, desc=title, disable=not waiting) as bar:
-        try:
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    running.append(launch(waiting.pop(0), folder, workers))
-                time.sleep(0.1)
-                for job, process in [x for x in running if x[1].exitcode is not None]:
-                    running.remove((job, process))
-                    line = settle(job, folder, process.exitcode)
-                    bar.update()
-                    if not job.quiet:
-                        tqdm.write(f"{job.name}: {line}")
-        finally:
-            for _, process in running:
-                process.terminate()  # a training run saves after its step
-            for _, process in running:
-                process.join()
+    threads = int(os.environ.get("OMP_NUM_THREADS", max(1, os.cpu_count() // workers)))
+    # each process is a fork of one that has done nothing but the imports, which take seconds
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["figures.lab", "transformers.models.llama.modeling_llama"])
+    bar = tqdm(total=len(jobs), initial=len(jobs) - len(waiting), desc=title, disable=not waiting)
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                arguments = waiting.pop(0), folder, os.getcwd(), threads
+                running.append((arguments[0], context.Process(target=work, args=arguments)))
+                running[-1][1].start()
+            time.sleep(0.1)
+            for job, process in [x for x in running if x[1].exitcode is not None]:
+                running.remove((job, process))
+                line = settle(job, folder, process.exitcode)
+                bar.update()
+                if not job.quiet:
+                    tqdm.write(f"{job.name}: {line}")
+    finally:
+        for _, process in running:
+            process.terminate()  # a training run saves after its step
+        for _, process in running:
+            process.join()
+        bar.close()
     return {job.name: result(job, folder) for job in jobs}
 
 
@@ -129,17 +132,6 @@ def check_same(jobs: list[Job], folder: str) -> None:
     write_json(str(file), before)
 
 
-def launch(job: Job, folder: str, workers: int) -> tuple[Job, Any]:
-    """Starts a job on its share of the cores or OMP_NUM_THREADS threads -> job, process."""
-    threads = int(os.environ.get("OMP_NUM_THREADS", max(1, os.cpu_count() // workers)))
-    # each process is a fork of one that has done nothing but the imports, which take seconds
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["figures.lab", "transformers.models.llama.modeling_llama"])
-    process = context.Process(target=work, args=(job, folder, os.getcwd(), threads))
-    process.start()
-    return job, process
-
-
 def work(job: Job, folder: str, cwd: str, threads: int) -> None:
     """A job in its own process: its words go to the log, its result to the result's file."""
     os.setsid()  # Ctrl-C reaches the job through run_jobs alone
@@ -147,12 +139,13 @@ def work(job: Job, folder: str, cwd: str, threads: int) -> None:
     torch.set_num_threads(threads)
     path = os.path.join(folder, job.name)
     with open(path + ".log", "a") as log:
-        os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
     print(f"---- {job.name} starts", flush=True)
     try:
-        if job.function is train_run:
-            sys.exit(train_run(path, *job.arguments))
-        write_json(path + ".json", job.function(*job.arguments))
+        if job.function:
+            return write_json(path + ".json", job.function(*job.arguments))
+        sys.exit(train_run(path, *job.arguments))
     except Exception:
         traceback.print_exc()
         sys.exit(3)  # a status that train.main does not use
@@ -162,19 +155,60 @@ def settle(job: Job, folder: str, status: int) -> str:
     """The last line in the log of a job that has ended. RuntimeError if the job died. A training
     run that stopped of itself (status 1: nothing to learn, not finite) gets a result with why."""
     path = os.path.join(folder, job.name)
-    lines = re.split(r"[\r\n]+", Path(path + ".log").read_text(errors="replace").strip())
-    fault = re.search("out of memory|--debug", lines[-1])  # train.main's words for no result
+    line = re.split(r"[\r\n]+", Path(path + ".log").read_text(errors="replace").strip())[-1]
+    fault = re.search("out of memory|--debug", line)  # train.main's words for no result
     if status == 1 and os.path.exists(path + "/metrics.jsonl") and not fault:
         if result(job, folder) is None:
-            write_json(path + "/result.json", {"before": {}, "after": {}, "stopped": lines[-1]})
+            write_json(path + "/result.json", {"before": {}, "after": {}, "stopped": line})
     elif status:
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        raise RuntimeError(f"{job.name} {how}: {lines[-1]} (log: {path}.log)")
-    return lines[-1]
+        end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        raise RuntimeError(f"{job.name} {end}: {line} (log: {path}.log)")
+    return line
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+def base_policy(tiny: bool) -> str:
+    """The folder of the initial policy; with tiny of one that has learned next to nothing."""
+    return rollout.build_base("runs/base-tiny", steps=20, batch=16) if tiny else (
+        rollout.build_base())
+
+
+def policy(model: str, critic: str = "") -> train.Run:
+    """The policy of the embedded task in a folder, as train.respond wants it, and its critic."""
+    flags = ["--critic", critic] if critic else ["--method", "grpo"]
+    run = train.setup(train.parse(["--preset", "tiny", "--model", model, *flags])[0])
+    train.prepare_critic(run)
+    return run
+
+
+def responses(run: train.Run, ids: torch.Tensor, rng: torch.Generator, temperature: float = 1.0,
+              *, held_out: bool = False) -> rollout.Batch:
+    """A response to each of the problems with these ids, in the order of ids."""
+    problems, prompts = ((run.eval_problems, run.eval_prompts) if held_out
+                         else (run.problems, run.prompts))
+    return train.respond(run, prompts, [x.answer for x in problems], ids, rng, temperature)
+
+
+def random_truths(run: train.Run, batch: rollout.Batch, starts: torch.Tensor, answers: list,
+                  n: int, k: int, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """n of the starts [B, T], drawn at random -> [B, T], and p [n]: the share right of k
+    continuations of each."""
+    drop = starts.nonzero()
+    drop = drop[torch.randperm(len(drop), generator=rng)[n:].to(drop.device)]
+    starts = starts.index_put(tuple(drop.T), torch.zeros_like(starts[0, 0]))
+    return starts, train.monte_carlo(run, batch, starts, answers, k, rng).cpu()
+
+
+def squared_error(v_hat: list[float] | torch.Tensor, p: list[float] | torch.Tensor, k: int
+                  ) -> float:
+    """Mean (v̂ − p)², p the share right of k continuations: the p(1 − p)/k that they add, estimated
+    by p(1 − p)/(k − 1), is taken off."""
+    v, p = torch.as_tensor(v_hat), torch.as_tensor(p)
+    return ((v - p).square() - p * (1 - p) / (k - 1)).mean().item()
 
 
 # ---- tables and pictures -------------------------------------------------------------------------
-
 
 def mean_sd(values: list[float], digits: int = 3) -> str:
     """Mean ± sample standard deviation, `0.657 ± 0.161`; of one value the value, of none `–`."""
@@ -188,32 +222,13 @@ def percent(x: float | None, digits: int = 1) -> str:
 
 
 def verdict(better: list[float], worse: list[float]) -> str:
-    """`shows (+0.103 ± 0.033)`: the difference of the means ± its standard error, which is infinite
-    for one value on a side. A difference shows if it is above two standard errors."""
+    """`shows (+0.103 ± 0.033)`: the difference of the means ± its standard error. A difference
+    shows if it is above two of them; `–` instead of a verdict where a side has one value."""
     difference = np.mean(better) - np.mean(worse)
-    # se² = s²_a / n_a + s²_b / n_b
-    se = math.sqrt(sum(np.var(x, ddof=1) / len(x) if len(x) > 1 else math.inf
-                       for x in (better, worse)))
-    shows = "shows" if difference > 2 * se else "does not show"
-    return f"{shows} ({difference:+.3f} ± {se:.3f})"
-
-
-def squared_error(v_hat: list[float] | torch.Tensor, p: list[float] | torch.Tensor, k: int
-                  ) -> float:
-    """Mean (v̂ − p)², p the share right of k continuations: the p(1 − p)/k that they add, estimated
-    by p(1 − p)/(k − 1), is taken off."""
-    v, p = torch.as_tensor(v_hat), torch.as_tensor(p)
-    return ((v - p).square() - p * (1 - p) / (k - 1)).mean().item()
-
-
-def random_truths(run: train.Run, batch: rollout.Batch, starts: torch.Tensor, answers: list,
-                  n: int, k: int, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """n of the starts [B, T], drawn at random -> [B, T], and p [n]: the share right of k
-    continuations of each."""
-    drop = starts.nonzero()
-    drop = drop[torch.randperm(len(drop), generator=rng)[n:].to(drop.device)]
-    starts = starts.index_put(tuple(drop.T), torch.zeros_like(starts[0, 0]))
-    return starts, train.monte_carlo(run, batch, starts, answers, k, rng).cpu()
+    if min(len(better), len(worse)) < 2:
+        return f"– ({difference:+.3f})"
+    se = math.sqrt(sum(np.var(x, ddof=1) / len(x) for x in (better, worse)))  # s²_a/n_a + s²_b/n_b
+    return f"{'shows' if difference > 2 * se else 'does not show'} ({difference:+.3f} ± {se:.3f})"
 
 
 def print_table(head: list[str], rows: list[list[Any]]) -> None:
@@ -223,89 +238,81 @@ def print_table(head: list[str], rows: list[list[Any]]) -> None:
                                 else str(x) for x in row) + " |")
 
 
-def pyplot() -> Any:
-    """matplotlib.pyplot, drawing into files. ImportError with the command that installs it."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise ImportError("--plot: expected matplotlib: pip install matplotlib") from None
-    pyplot.switch_backend("Agg")
-    return pyplot
-
-
 def band(axis: Any, grid: np.ndarray, curves: list[np.ndarray], label: str, color: str) -> None:
-    """Draws the mean over seeds of curves [N] on the grid [N] as a line, their range as a band."""
-    axis.fill_between(grid, np.min(curves, 0), np.max(curves, 0), color=color, alpha=0.2, lw=0)
-    axis.plot(grid, np.mean(curves, 0), color=color, label=label)
-
-
-def save_picture(figure: Any, name: str) -> None:
-    """Writes figures/NAME.png and prints where."""
-    os.makedirs("figures", exist_ok=True)
-    figure.savefig(f"figures/{name}.png", dpi=110)
-    print(f"figures/{name}.png")
+    """Draws curves [N] of several seeds on the grid [N]: their mean as a line, ± their sample
+    standard deviation as a band, which ends where no seed has been."""
+    mean, sd = np.mean(curves, 0), np.std(curves, 0, ddof=min(1, len(curves) - 1))
+    low, high = np.maximum(mean - sd, np.min(curves, 0)), np.minimum(mean + sd, np.max(curves, 0))
+    axis.fill_between(grid, low, high, color=color, alpha=0.2, lw=0)
+    axis.plot(grid, mean, color=color, label=label)
 
 
 # ---- command line --------------------------------------------------------------------------------
 
+COMMON = {  # name: default, with --tiny, what it is; {} is the script's name
+    "folder": ("runs/{}", "runs/{}-tiny", "of runs, logs and results"),
+    "seeds": (3, 1, "seeds reported, from 1 on"), "workers": (2, 2, "jobs at a time"),
+    "tiny": (False, False, "the smallest sizes")}
+
 
 class Parser(argparse.ArgumentParser):
-    """Of `python -m figures.NAME`. Wrong flags are a ValueError of one sentence, where argparse
-    would end the program."""
-
-    def __init__(self, name: str, text: str) -> None:
-        super().__init__(prog=f"python -m figures.{name}", description=text.splitlines()[0],
-                         allow_abbrev=False)
-        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    """Wrong flags are a ValueError of one sentence, where argparse would end the program."""
 
     def error(self, message: str) -> None:
         """`--seeds: expected 1 or more, found 0` out of argparse's message."""
-        message = re.sub("^argument ", "", message)
-        message = re.sub("expected one arg", "expected a value, found no arg", message)
-        message = re.sub("^unrecognized arguments: ", "expected a flag of --help, found ", message)
-        raise ValueError(re.sub(r"invalid choice: (\S+) \(choose from (.*)\)",
-                                r"expected one of \2, found \1", message))
+        for old, new in (("^argument ", ""), ("expected one arg", "expected a value, found no arg"),
+                         ("^unrecognized arguments: ", "expected a flag of --help, found ")):
+            message = re.sub(old, new, message)
+        raise ValueError(message)
 
 
-def parser(name: str, text: str, sizes: dict[str, tuple[Any, Any, str]] | None = None,
-           tiny: bool = False) -> Parser:
-    """A Parser with --folder, --seeds and --workers. sizes adds --tiny and a flag for each of
-    name -> (default, default with --tiny, help)."""
-    out, flags = Parser(name, text), {
-        "folder": (f"runs/{name}", f"runs/{name}-tiny", "of runs, logs and results"),
-        "seeds": (3, 1, "seeds reported, from 1 on"), "workers": (2, 2, "jobs at a time")}
-    if sizes:
-        flags |= {"tiny": (False, False, "the smallest sizes")} | sizes
-    for flag, values in flags.items():
-        value, meaning = values[tiny], values[2]
-        how = (dict(action="store_true") if isinstance(value, bool)
-               else dict(type=whole(1) if isinstance(value, int) else type(value),
-                         default=value, metavar="X"))
-        out.add_argument("--" + flag.replace("_", "-"), help=f"{meaning} [{value}]", **how)
+def parser(name: str, text: str, flags: dict[str, tuple], *, tiny: bool = False,
+           common: tuple[str, ...] = tuple(COMMON), positional: Any = ()) -> Parser:
+    """Of `python -m figures.NAME`: --debug, the common flags, and flags: name -> (default, default
+    with --tiny, help, and the least value of a whole number if that is not 1). positional: the name
+    of a value, or what any number of `names` may be."""
+    out = Parser(prog=f"python -m figures.{name}", description=text.splitlines()[0],
+                 allow_abbrev=False)
+    if isinstance(positional, str):
+        out.add_argument(positional, metavar=positional.upper())
+    elif positional:
+        names = ", ".join(positional)
+        out.add_argument("names", nargs="*", help=names, type=read_if(
+            positional.__contains__, f"some of {names}"))
+    out.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    for flag, (default, small, meaning, *least) in (
+            {x: COMMON[x] for x in common} | flags).items():
+        value = small if tiny else default
+        value = value.format(name) if isinstance(value, str) else value
+        kind = (dict(action="store_true") if isinstance(value, bool) else dict(
+            default=value, metavar="X", nargs=len(value) if isinstance(value, tuple) else None,
+            type=whole(*least) if isinstance(value, (int, tuple)) else type(value)))
+        out.add_argument("--" + flag.replace("_", "-"), help=f"{meaning} [{value}]", **kind)
     return out
 
 
-def base_policy(tiny: bool) -> str:
-    """The folder of the initial policy; with tiny of one that has learned next to nothing."""
-    return rollout.build_base("runs/base-tiny", steps=20, batch=16) if tiny else (
-        rollout.build_base())
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """A flag's type: a whole number of `least` or more."""
-    def read(text: str) -> int:
-        if not re.fullmatch(r"\d+", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected {least} or more, found {text}")
-        return int(text)
+def read_if(valid: Callable[[str], Any], expected: str, kind: type = str) -> Callable[[str], Any]:
+    """A flag's type: `kind` of the text, if that is valid."""
+    def read(text: str) -> Any:
+        """The value in the text."""
+        if not valid(text):
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {text}")
+        return kind(text)
     return read
 
 
-def command(flags: Parser, body: Callable[[argparse.Namespace], None], argv: list[str]) -> int:
-    """body(flags read from argv) -> exit status: 0; 1 a job died; 2 bad input; 130 Ctrl-C, SIGTERM.
-    Every error is one sentence; --debug shows the traceback too."""
+def whole(least: int = 1) -> Callable[[str], int]:
+    """A flag's type: a whole number of `least` or more."""
+    return read_if(lambda x: re.fullmatch(r"\d+", x) and int(x) >= least, f"{least} or more", int)
+
+
+def script(name: str, text: str, flags: dict[str, tuple], body: Callable, argv: list[str],
+           **more: Any) -> int:
+    """body(what `parser` reads from argv) -> exit status: 0; 1 a job died; 2 bad input; 130 Ctrl-C
+    or SIGTERM. Every error is one sentence; --debug shows the traceback too."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the jobs too
     try:
-        body(flags.parse_args(argv))
+        body(parser(name, text, flags, tiny="--tiny" in argv, **more).parse_args(argv))
     except KeyboardInterrupt:
         print("\ninterrupted: the same command goes on where this one stopped", file=sys.stderr)
         return 130
@@ -313,10 +320,5 @@ def command(flags: Parser, body: Callable[[argparse.Namespace], None], argv: lis
         if "--debug" in argv:
             traceback.print_exc()
         print(train.sentence(error, None), file=sys.stderr)
-        return 2 if isinstance(error, (ValueError, ImportError, OSError)) else 1
+        return 2 if isinstance(error, train.BAD_INPUT) else 1
     return 0
-
-
-def script(name: str, text: str, sizes: dict, body: Callable[[argparse.Namespace], None]) -> int:
-    """`command` with the parser of a script that has sizes."""
-    return command(parser(name, text, sizes, "--tiny" in sys.argv), body, sys.argv[1:])

@@ -1,27 +1,26 @@
 """How fast and how large: every bench of the project, each beside what one would use without it.
 
-    gae      the tiers of gae.py beside a closed form, Σ_{l≥t} λ^l δ_l / λ^t, doubling,
-             y_t ← y_t + λ^s y_{t+s} for s = 1, 2, 4, …, and numba, verl, torchrl if installed
+    gae      the tiers of gae.py beside a closed form, Σ_{l≥t} λ^l δ_l / λ^t, and doubling,
+             y_t ← y_t + λ^s y_{t+s} for s = 1, 2, 4, …, both without a mask
     logp     log π(a_t|s_t) forward and backward beside log_softmax().gather(): time, peak memory
     sampler  response tokens per second beside transformers' model.generate
     step     where the time of a step of S3AC and GRPO-X goes: the embedded task, on the CPU
     memory   computed, not measured: peak memory of Qwen2.5's sizes on 1 to 8 GPUs
 
 The calls of a bench alternate, A B C A B C …, and a figure is the median of its calls. Compare rows
-of one table, not of two runs. Left out: TRL, which has no function for GAE alone; responses of
-unequal length in `gae`, which torchrl does not take.
+of one table, not of two runs. Left out: other libraries' GAE.
 
     python -m figures.speed                            all of them, minutes
     python -m figures.speed sampler --model DIR        one of them, your model
 """
-
-import contextlib
+import argparse
 import multiprocessing
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -38,6 +37,11 @@ from figures import lab
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of models
 KERNELS = ["triton"] if DEVICE == "cuda" and gae.triton else []
+FLAGS = {  # name: default, default, what it is
+    "model": ("", "", "sampler: a Hugging Face folder"), "repeats": (7, 7, "gae: calls per figure"),
+    "logp": (*[(2048, 49152, 576)] * 2, "tokens, words, width"),
+    "sampler": (*[(512, 512, 128)] * 2, "prompts, tokens of a response, rows at once"),
+    "steps": (6, 6, "step: rollout batches", 2), "seed": (0, 0, "sampler", 0)}
 
 
 def alternate(calls: dict[str, Callable], repeats: int) -> dict[str, list[tuple]]:
@@ -54,73 +58,50 @@ def alternate(calls: dict[str, Callable], repeats: int) -> dict[str, list[tuple]
     return {name: pairs[1:] or pairs for name, pairs in timed.items()}
 
 
-def closed_form(delta: Tensor, lam: float) -> Tensor:
-    """Â [B, T] from δ [B, T]; useless where λ^T leaves the range of the dtype."""
-    power = lam ** torch.arange(delta.shape[1], dtype=delta.dtype, device=delta.device)
-    return (power * delta).flip(1).cumsum(1).flip(1) / power            # Σ_{l≥t} λ^l δ_l / λ^t
+def deltas(V: Tensor, R: Tensor) -> Tensor:
+    """δ [B, T] where every token counts, of V [B, T] and R [B]."""
+    delta = nn.functional.pad(V[:, 1:], (0, 1)) - V                     # δ_t = V_{t+1} − V_t
+    delta[:, -1] += R
+    return delta
 
 
-def doubling(delta: Tensor, lam: float) -> Tensor:
-    """Â [B, T] from δ [B, T] for every λ, in log₂ T passes."""
-    y, s = delta.clone(), 1
+def closed_form(V: Tensor, R: Tensor, mask: Tensor, lam: float) -> Tensor:
+    """Â [B, T] without regard to the mask; useless where λ^T leaves the range of the dtype."""
+    power = lam ** torch.arange(V.shape[1], dtype=V.dtype, device=V.device)
+    return (power * deltas(V, R)).flip(1).cumsum(1).flip(1) / power     # Σ_{l≥t} λ^l δ_l / λ^t
+
+
+def doubling(V: Tensor, R: Tensor, mask: Tensor, lam: float) -> Tensor:
+    """Â [B, T] without regard to the mask, for every λ, in log₂ T passes."""
+    y, s = deltas(V, R), 1
     while s < y.shape[1]:
         y[:, :-s] += lam**s * y[:, s:]                                  # y_t ← y_t + λ^s y_{t+s}
         s *= 2
     return y
 
 
-def estimators() -> dict[str, Callable[..., Tensor]]:
-    """Name -> function of (V_t, V_{t+1}, r, mask [B, T], λ) that returns Â [B, T]."""
-    tiers = [(name, getattr(gae, f"gae_{name}")) for name in ("loop", "torch", *KERNELS)]
-    named = {name: lambda V, W, r, m, c, f=f: f(V, r[:, -1], m, c) for name, f in tiers}
-    named["closed form"] = lambda V, W, r, m, c: closed_form(r + W - V, c)
-    named["doubling"] = lambda V, W, r, m, c: doubling(r + W - V, c)
-    with contextlib.suppress(ImportError):
-        import numba
-
-        @numba.njit(parallel=True)
-        def loop(V, r, c, out):
-            for b in numba.prange(len(V)):
-                after = advantage = 0.0
-                for t in range(V.shape[1] - 1, -1, -1):
-                    advantage = r[b, t] + after - V[b, t] + c * advantage
-                    after, out[b, t] = V[b, t], advantage
-            return out
-
-        named["numba"] = lambda V, W, r, m, c: torch.from_numpy(
-            loop(V.cpu().numpy(), r.cpu().numpy(), c, torch.empty(V.shape).numpy())).to(DEVICE)
-    with contextlib.suppress(ImportError):
-        from verl.trainer.ppo.core_algos import compute_gae_advantage_return as verl_gae
-        # verl whitens its advantages, so Â is its return less V
-        named["verl"] = lambda V, W, r, m, c: verl_gae(r, V, m.float(), 1.0, c)[1] - V
-    with contextlib.suppress(ImportError):
-        from torchrl.objectives.value.functional import vec_generalized_advantage_estimate as rl_gae
-        named["torchrl"] = lambda V, W, r, m, c: rl_gae(
-            1.0, c, *(x[..., None] for x in (V, W, r, r.bool())))[0][..., 0]
-    return named
+ESTIMATORS = {x: getattr(gae, f"gae_{x}") for x in ("loop", "torch", *KERNELS)} | {
+    "closed form": closed_form, "doubling": doubling}
 
 
 def gae_table(shapes: tuple[tuple[int, int], ...], repeats: int) -> None:
     """ms of a call and its ratio to `torch` at each shape (responses, tokens); at the last shape
     the largest difference from the loop in float64, for the adaptive λ and for λ = 0.95."""
-    named = estimators()
-    rows, head = {name: [name] for name in named}, ["float32"]
+    rows, head = {name: [name] for name in ESTIMATORS}, ["float32"]
     for B, T in shapes:
-        V, lam = torch.randn(B, T, device=DEVICE), gae.adaptive_lambda(torch.tensor(T)).item()
-        r = nn.functional.pad(V[:, 1:] * 0, (0, 1), value=1.0)  # R = 1 on the last token
-        case = (V, nn.functional.pad(V[:, 1:], (0, 1)), r, torch.ones_like(V).bool())
-        timed = alternate({name: lambda f=f: f(*case, lam) for name, f in named.items()}, repeats)
+        lam, (V, R, mask) = gae.adaptive_lambda(torch.tensor(T)).item(), (
+            torch.randn(B, T, device=DEVICE), *torch.ones(2, B, T, device=DEVICE))
+        case = V, R[:, -1], mask.bool()
+        timed = alternate({x: partial(f, *case, lam) for x, f in ESTIMATORS.items()}, repeats)
         ms = {name: 1e3 * median(s for s, _ in pairs) for name, pairs in timed.items()}
         for name, row in rows.items():
             row += [ms[name], ms[name] / ms["torch"]]
         head += [f"{B}×{T:,}: ms", "to torch"]
-    for c in (lam, 0.95):
-        exact = gae.gae_loop(V.double(), r[:, -1], case[3], c)
-        for name, f in named.items():
-            rows[name].append(f"{(f(*case, c) - exact).abs().max():.0e}")
-        head.append(f"error at {T:,}, λ = {c:.6g}")
-    for name in ("numba", "verl", "torchrl"):
-        rows.setdefault(name, [name, "not installed", *[None] * (len(head) - 2)])
+    for x in (lam, 0.95):
+        exact = gae.gae_loop(V.double(), *case[1:], x)
+        for name, f in ESTIMATORS.items():
+            rows[name].append(f"{(f(*case, x) - exact).abs().max():.0e}")
+        head.append(f"error at {T:,}, λ = {x:.6g}")
     lab.print_table(head, list(rows.values()))
 
 
@@ -142,6 +123,7 @@ def logp_cost(variant: str, n: int, vocab: int, width: int) -> tuple[float, floa
     tokens = torch.randint(vocab, (1, n), device=DEVICE)
 
     def step(rows: int) -> None:
+        """A forward and a backward pass over so many tokens."""
         h, a = hidden[:, :rows], tokens[:, :rows]
         logp = (linear_token_logp(h, weight, a, impl=variant) if variant != "log_softmax" else
                 (h @ weight.T).float().log_softmax(-1).gather(-1, a[..., None]))
@@ -150,15 +132,15 @@ def logp_cost(variant: str, n: int, vocab: int, width: int) -> tuple[float, floa
     step(8)  # loads libraries, thread pools and kernels before anything is counted
     peak_bytes()
     before = peak_bytes()
-    seconds = min(s for s, _ in alternate({"": lambda: step(n)}, 5)[""])
+    seconds = min(s for s, _ in alternate({"": partial(step, n)}, 5)[""])
     return seconds, (peak_bytes() - before) / 2**20
 
 
 def logp_table(n: int, vocab: int, width: int) -> None:
     """Seconds and peak MiB, each variant in a process of its own, so that no peak hides another."""
-    cases = [(name, n, vocab, width) for name in ("log_softmax", "torch", *KERNELS)]
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        costs = {case[0]: pool.apply(logp_cost, case) for case in cases}
+        costs = {name: pool.apply(logp_cost, (name, n, vocab, width))
+                 for name in ("log_softmax", "torch", *KERNELS)}
     s, m = costs["log_softmax"]
     lab.print_table([f"{n:,} tokens × {vocab:,} words, H = {width}", "s", "ratio", "MiB", "ratio"],
                     [[name, x, x / s, y, y / m] for name, (x, y) in costs.items()])
@@ -186,11 +168,13 @@ def sampler_table(folder: str, n: int, limit: int, rows: int, seed: int) -> None
     model, eos, prompts = sampler_case(folder, n)
 
     def ours() -> int:
-        return int(rollout.generate(
-            model, prompts, max_new_tokens=limit, eos_id=eos, pad_id=eos[0], max_rows=rows,
-            generator=torch.Generator(DEVICE).manual_seed(seed))[2].sum())
+        """Tokens sampled by rollout.generate."""
+        rng = torch.Generator(DEVICE).manual_seed(seed)
+        return int(rollout.generate(model, prompts, max_new_tokens=limit, eos_id=eos, pad_id=eos[0],
+                                    max_rows=rows, generator=rng)[2].sum())
 
     def theirs() -> int:
+        """Tokens sampled by transformers: with one end, without the padding."""
         total = 0
         for start in range(0, n, rows):
             tokens, attention = rollout.left_pad(prompts[start : start + rows], eos[0], DEVICE)
@@ -198,7 +182,7 @@ def sampler_table(folder: str, n: int, limit: int, rows: int, seed: int) -> None
                 tokens, attention_mask=attention.long(), do_sample=True, top_k=0, top_p=1.0,
                 max_new_tokens=limit, eos_token_id=eos, pad_token_id=eos[0])[:, tokens.shape[1] :]
             ends = torch.isin(out, torch.tensor(eos, device=DEVICE))
-            total += int((~ends).sum() + ends.any(1).sum())  # with one end, without the padding
+            total += int((~ends).sum() + ends.any(1).sum())
         return total
 
     timed = alternate({"rollout.generate": ours, "model.generate": theirs}, 3)
@@ -209,21 +193,19 @@ def sampler_table(folder: str, n: int, limit: int, rows: int, seed: int) -> None
 
 def step_table(steps: int) -> None:
     """Seconds of a step by phase (medians without the first step), in all, and ms per response."""
-    flags = f"--steps {steps} --eval-problems 1 --eval-k 1 --show-every 0 --save-every 0"
+    flags = f"--steps {steps} --eval-problems 1 --eval-k 1 --show-every 0 --save-every 0 --method"
     # the critic starts without a pool, prompts are selected from the start: the same work a step
-    critic, columns = "--pretrain none --daps-uniform 0 --daps-ramp 0", []
+    arms, columns = ("s3ac --pretrain none --daps-uniform 0 --daps-ramp 0", "grpo-x"), {}
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [lab.training(name, f"--method {name} {flags} {more}".split(), quiet=True)
-                for name, more in (("s3ac", critic), ("grpo-x", ""))]
-        runs = lab.run_jobs(jobs, folder, 1, title="step")
-    for run in runs.values():
+        runs = lab.run_jobs([lab.training(arm.split()[0], f"{flags} {arm}".split(), quiet=True)
+                             for arm in arms], folder, 1, title="step")
+    for name, run in runs.items():
         lines = [line for line in run["metrics"] if "rollout/success" in line][1:]
-        column = {name: median(line[name] for line in lines)
-                  for name in lines[0] if name.startswith("time/")}
-        total, sampled = sum(column.values()), median(line["rollout/sampled"] for line in lines)
-        columns.append(column | {"all": total, "ms per response sampled": 1e3 * total / sampled})
-    names = sorted(columns[0] | columns[1], key=lambda name: "/" not in name)  # phases first
-    lab.print_table(["seconds", *runs], [[name, *(x.get(name) for x in columns)] for name in names])
+        column = {x: median(line[x] for line in lines) for x in lines[0] if x.startswith("time/")}
+        ms = 1e3 * sum(column.values()) / median(line["rollout/sampled"] for line in lines)
+        columns[name] = column | {"all": sum(column.values()), "ms per response sampled": ms}
+    lab.print_table(["seconds", *runs], [
+        [x, *(column.get(x) for column in columns.values())] for x in columns["s3ac"]])
 
 
 def memory_gib(config: LlamaConfig, cfg: train.Config, ranks: int = 1, cuda: bool = True
@@ -260,41 +242,31 @@ def memory_table() -> None:
         config = LlamaConfig(vocab_size=151936, tie_word_embeddings=name != "7B",
                              **dict(zip(names, sizes)))
         for T in (3072, 8192, 16384):
-            cfg, _ = train.parse("--preset qwen2.5-math-1.5b --max-rows 128 --max-response".split()
-                                 + [str(T)])
+            flags = f"--preset qwen2.5-math-1.5b --max-rows 128 --max-response {T}"
+            cfg, _ = train.parse(flags.split())
             rows.append([name, T, *(round(memory_gib(config, cfg, n)["peak"])
                                     for n in (1, 2, 4, 8))])
     lab.print_table(["model", "response", "1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"], rows)
 
 
-def main(argv: list[str]) -> int:
-    """Command line -> exit status; the hardware stands above every table."""
-    benches = {
-        "gae": lambda a: gae_table(((16, 2048), (64, 8192), (8, 32768)), a.repeats),
-        "logp": lambda a: logp_table(*a.logp),
-        "sampler": lambda a: sampler_table(a.model, *a.sampler, a.seed),
-        "step": lambda a: step_table(a.steps), "memory": lambda a: memory_table()}
-    flags, whole = lab.Parser("speed", __doc__), lab.whole(1)
-    add = flags.add_argument
-    add("benches", nargs="*", choices=benches, metavar="BENCH", help=", ".join(benches))
-    add("--model", default="", metavar="DIR", help="sampler: a Hugging Face folder")
-    add("--repeats", type=whole, default=7, help="gae: calls per figure [7]")
-    add("--logp", type=whole, nargs=3, default=(2048, 49152, 576), metavar=("T", "V", "H"))
-    add("--sampler", type=whole, nargs=3, default=(512, 512, 128), metavar=("PROMPTS", "T", "ROWS"))
-    add("--steps", type=lab.whole(2), default=6, help="step: rollout batches [6]")
-    add("--seed", type=lab.whole(0), default=0, help="sampler [0]")
+BENCHES = {
+    "gae": lambda a: gae_table(((16, 2048), (64, 8192), (8, 32768)), a.repeats),
+    "logp": lambda a: logp_table(*a.logp), "step": lambda a: step_table(a.steps),
+    "sampler": lambda a: sampler_table(a.model, *a.sampler, a.seed),
+    "memory": lambda a: memory_table()}
+
+
+def main(args: argparse.Namespace) -> None:
+    """The benches named, or all; the hardware stands above every table."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     cpu = re.search(r"model name\s*: (.*)|$", cpuinfo)[1] or sys.platform
     gpu = torch.cuda.get_device_name() + ", " if DEVICE == "cuda" else ""
-
-    def body(args) -> None:
-        for name in args.benches or benches:
-            print(f"\n{name}: {gpu}{cpu}, {torch.get_num_threads()} threads, torch "
-                  f"{torch.__version__}\n")
-            benches[name](args)
-
-    return lab.command(flags, body, argv)
+    for name in args.names or BENCHES:
+        print(f"\n{name}: {gpu}{cpu}, {torch.get_num_threads()} threads, torch "
+              f"{torch.__version__}\n")
+        BENCHES[name](args)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(lab.script("speed", __doc__, FLAGS, main, sys.argv[1:], common=(),
+                        positional=(*BENCHES,)))
