@@ -38,7 +38,9 @@ COMPARISONS = {
     "loss": ("--method s3ac", "--method s3ac --loss ppo-clip", "--method s3ac --loss dis",
              "--method reinforce++ --loss dis"),  # the last one: without a critic
     "sweep": ("--method s3ac", *(f"--method s3ac {x}" for x in (  # one setting of DAPS at a time
-        "--a-min 0.3", "--n-c 1", "--n-c 10", "--decay 0.9", "--daps-uniform 0 --daps-ramp 0")))}
+        "--a-min 0.3", "--n-c 1", "--n-c 10", "--decay 0.9", "--daps-uniform 0 --daps-ramp 0"))),
+    "variants": ("--method s3ac", "--method s3ac --lam 0.8", "--method s3ac --lam 0.95",
+                 "--method s3ac-token", "--method s3ac-ensemble", "--method s3ac --critic-rank 8")}
 COMPARISONS["methods"] = COMPARISONS["single"] + COMPARISONS["group"]
 PAPER = {  # success in the paper, per cent, by arm: 35B models, means of seven benchmarks
     "single": (80.9, None, 70.4, 67.4), "group": (80.5, 76.4), "daps": (76.94, 74.40, 80.49, 79.04)}
@@ -46,9 +48,10 @@ CLAIMS = {  # (i, j): arm i ends above arm j
     "whiten": ((0, 1), (0, 2)), "single": ((0, 1), (0, 2), (0, 3)), "group": ((0, 1),),
     "daps": ((0, 1), (2, 3)),
     "methods": ((0, 1), (0, 2), (0, 3), (0, 5), (4, 5)),
-    "loss": ((0, 1), (0, 2), (2, 3)), "sweep": tuple((0, i) for i in range(1, 6))}
-# arms that differ in prompt selection alone: their rate is the one of the arm without these flags
-SELECTING = re.compile(" --(selection|a-min|n-c|decay|daps-uniform|daps-ramp) [^ ]+")
+    "loss": ((0, 1), (0, 2), (2, 3)), "sweep": tuple((0, i) for i in range(1, 6)),
+    "variants": tuple((i, 0) for i in range(1, 6))}
+SAME_RATE = re.compile(  # what is left out of an arm's name gives the arm whose rate it has
+    "-token|-ensemble| --(lam|critic-rank|selection|a-min|n-c|decay|daps-uniform|daps-ramp) [^ ]+")
 POINTS = {"a third": 1 / 3, "two thirds": 2 / 3, "the end": 1.0}  # of the responses
 HELD_OUT, EV = r"eval/avg@\d+", "critic/explained_variance"
 # title, metric, horizontal axis (0: responses, 1: seconds) of a picture's panels, besides success
@@ -88,7 +91,7 @@ def arm_jobs(args: argparse.Namespace, arm: str, lr: str, seeds: range) -> list[
 def compare(args: argparse.Namespace) -> None:
     """Runs what the comparisons need and prints the tables of each as soon as its runs are done."""
     arms = list(dict.fromkeys(arm for name in args.names for arm in COMPARISONS[name]))
-    tuned = list(dict.fromkeys(SELECTING.sub("", arm) for arm in arms))
+    tuned = list(dict.fromkeys(SAME_RATE.sub("", arm) for arm in arms))
     tuning = range(100, 100 + args.tune_seeds * (len(args.lrs) > 1))
     reported = range(1, args.seeds + 1)
     grid = {(arm, lr): arm_jobs(args, arm, lr, tuning) for arm in tuned for lr in args.lrs}
@@ -115,7 +118,7 @@ def compare(args: argparse.Namespace) -> None:
                    for lr in args.lrs} for arm in tuned}
     best = {arm: max(args.lrs, key=lambda lr: by_lr[arm][lr] or 0.0) for arm in tuned}
     for name in args.names:
-        lrs = {arm: best[SELECTING.sub("", arm)] for arm in COMPARISONS[name]}
+        lrs = {arm: best[SAME_RATE.sub("", arm)] for arm in COMPARISONS[name]}
         jobs = {arm: arm_jobs(args, arm, lr, reported) for arm, lr in lrs.items()}
         done = run(sum(jobs.values(), []), name)
         rows = {arm: {"lr": lr, "by lr": by_lr.get(arm)} | summary(
