@@ -441,7 +441,7 @@ class Config:
                                   "step and to put the answer in a box, if a box is read")
     # assumption: uniform groups are replaced in at most 10 rounds
     filter_rounds: int = flag(10, "rounds of replacing uniform groups (k > 1)", low=1)
-    stop: str = flag("", "more tokens that end a response, separated by commas")
+    stop: str = flag("", r"more tokens that end a response, by commas; \n is a line's end")
     delimiter: str = flag("", "text after which a step may end (vine-ppo, genac); empty: steps of "
                               "a sixteenth of --max-response")
     vine_k: int = flag(9, "continuations per step's start (vine-ppo)", low=1)
@@ -913,7 +913,8 @@ def setup(cfg: Config) -> Run:
     actor = shard(Actor(model, cfg.temperature, cfg.router_replay), model.config, cfg, size, device)
     opt = FiniteAdamW(actor, cfg.lr, weight_decay=cfg.weight_decay, name="actor")
     eos_id = rollout.eos_ids(model, tokenizer)
-    for ids in (tokenizer.encode(x, add_special_tokens=False) for x in cfg.stop.split(",") if x):
+    for text in filter(None, cfg.stop.split(",")):
+        ids = tokenizer.encode(unescaped(text) or text, add_special_tokens=False)
         expect("stop", "texts of one known token each", cfg.stop,
                len(ids) == 1 and ids[0] != tokenizer.unk_token_id)
         eos_id += ids
@@ -1906,7 +1907,8 @@ def main(argv: list[str]) -> int:
                     os.rmdir(cfg.out)
             if rank == 0 or not bad_input:  # all ranks see the same bad input
                 who = f"rank {rank}: " if "RANK" in os.environ else ""
-                print(who + sentence(error, cfg, run and run.sound), file=sys.stderr)
+                fell = run and run.sound < run.step - 1  # the last weights have sampled badly
+                print(who + sentence(error, cfg, run.sound if fell else None), file=sys.stderr)
             return 2 if bad_input else 1
 
 
@@ -1921,7 +1923,7 @@ def what_is_there(cfg: Config) -> str:
 
 
 def sentence(error: Exception, cfg: Config | None, sound: int | None = None) -> str:
-    """An error as one line for the user; `sound` is the last step whose weights were."""
+    """An error as one line for the user; sound: the last step before success halved, if it did."""
     text, last = " ".join(str(error).split()), last_checkpoint(cfg.out) if cfg else ""
     if "No space left" in text:
         text = f"could not write to {cfg.out}, its disk is full ({text})"
