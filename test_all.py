@@ -3483,10 +3483,14 @@ def test_project_demos_run(tmp_path):
 
 
 def test_project_readme_blocks_run_as_printed(train_go, monkeypatch):
-    """Copy one function; Changing one thing, a whole run; vLLM, against a stub of its interface."""
+    """Copy one function; sums for --preset small; Changing one thing, a whole run; vLLM, against a
+    stub of its interface."""
     text = (PROJECT / "README.md").read_text()
-    copied, changed, vllm = re.findall(r"```python\n(.*?)```", text, re.S)
+    copied, sums, changed, vllm = re.findall(r"```python\n(.*?)```", text, re.S)
     subprocess.run([sys.executable, "-c", copied + "\nassert keep.all()"], cwd=PROJECT, check=True)
+    exec(sums)
+    assert len(load_problems("sums.jsonl")) == 3000
+    train.check(train.parse("--preset small --model run/actor --data sums.jsonl".split())[0])
     for table, name in ((train.ADVANTAGES, "return"), (train.LOSSES, "vanilla"), (
             train.SELECTIONS, "last"), (train.METHODS, "mine"), (rollout.SAMPLERS, "mine")):
         monkeypatch.setitem(table, name, next(iter(table.values())))  # taken out again
