@@ -1,19 +1,21 @@
 """How fast and how large: every bench of the project, each beside what one would use without it.
 
     gae      the tiers of gae.py beside a closed form, Σ_{l≥t} λ^l δ_l / λ^t, and doubling,
-             y_t ← y_t + λ^s y_{t+s} for s = 1, 2, 4, …, both without a mask
+             y_t ← y_t + λ^s y_{t+s} for s = 1, 2, 4, …, both without a mask, and beside numba,
+             verl and torchrl where they are installed
     logp     log π(a_t|s_t) forward and backward beside log_softmax().gather(): time, peak memory
     sampler  response tokens per second beside transformers' model.generate
     step     where the time of a step of S3AC and GRPO-X goes: the embedded task, on the CPU
     memory   computed, not measured: peak memory of Qwen2.5's sizes on 1 to 8 GPUs
 
 The calls of a bench alternate, A B C A B C …, and a figure is the median of its calls. Compare rows
-of one table, not of two runs. Left out: other libraries' GAE.
+of one table, not of two runs.
 
     python -m figures.speed                            all of them, minutes
     python -m figures.speed sampler --model DIR        one of them, your model
 """
 import argparse
+import contextlib
 import multiprocessing
 import re
 import sys
@@ -80,26 +82,58 @@ def doubling(V: Tensor, R: Tensor, mask: Tensor, lam: float) -> Tensor:
     return y
 
 
-ESTIMATORS = {x: getattr(gae, f"gae_{x}") for x in ("loop", "torch", *KERNELS)} | {
-    "closed form": closed_form, "doubling": doubling}
+def estimators() -> dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]]:
+    """Name -> function of V [B, T], R [B], mask [B, T] and λ that returns Â [B, T]."""
+    named = {x: getattr(gae, f"gae_{x}") for x in ("loop", "torch", *KERNELS)}
+    named |= {"closed form": closed_form, "doubling": doubling}
+    last = lambda V, R: nn.functional.pad(R[:, None], (V.shape[1] - 1, 0))  # rewards [B, T]
+    with contextlib.suppress(ImportError):
+        import numba
+
+        @numba.njit(parallel=True)
+        def loop(V, R, c, out):
+            for b in numba.prange(len(V)):
+                after, advantage = R[b], 0.0
+                for t in range(V.shape[1] - 1, -1, -1):
+                    advantage = after - V[b, t] + c * advantage
+                    after, out[b, t] = V[b, t], advantage
+            return out
+
+        named["numba"] = lambda V, R, m, c: torch.from_numpy(
+            loop(V.cpu().numpy(), R.cpu().numpy(), c, torch.empty(V.shape).numpy())).to(DEVICE)
+    with contextlib.suppress(ImportError):
+        from verl.trainer.ppo.core_algos import compute_gae_advantage_return as verl_gae
+        # verl whitens its advantages, so Â is its return less V
+        named["verl"] = lambda V, R, m, c: verl_gae(last(V, R), V, m.float(), 1.0, c)[1] - V
+    with contextlib.suppress(ImportError):
+        from torchrl.objectives.value.functional import vec_generalized_advantage_estimate as rl_gae
+
+        def torchrl(V: Tensor, R: Tensor, mask: Tensor, lam: float) -> Tensor:
+            r = last(V, R)
+            parts = V, nn.functional.pad(V[:, 1:], (0, 1)), r, r.bool()
+            return rl_gae(1.0, lam, *(x[..., None] for x in parts))[0][..., 0]
+
+        named["torchrl"] = torchrl
+    return named
 
 
 def gae_table(shapes: tuple[tuple[int, int], ...], repeats: int) -> None:
     """ms of a call and its ratio to `torch` at each shape (responses, tokens); at the last shape
     the largest difference from the loop in float64, for the adaptive λ and for λ = 0.95."""
-    rows, head = {name: [name] for name in ESTIMATORS}, ["float32"]
+    named = estimators()
+    rows, head = {name: [name] for name in named}, ["float32"]
     for B, T in shapes:
         lam, (V, R, mask) = gae.adaptive_lambda(torch.tensor(T)).item(), (
             torch.randn(B, T, device=DEVICE), *torch.ones(2, B, T, device=DEVICE))
         case = V, R[:, -1], mask.bool()
-        timed = alternate({x: partial(f, *case, lam) for x, f in ESTIMATORS.items()}, repeats)
+        timed = alternate({x: partial(f, *case, lam) for x, f in named.items()}, repeats)
         ms = {name: 1e3 * median(s for s, _ in pairs) for name, pairs in timed.items()}
         for name, row in rows.items():
             row += [ms[name], ms[name] / ms["torch"]]
         head += [f"{B}×{T:,}: ms", "to torch"]
     for x in (lam, 0.95):
         exact = gae.gae_loop(V.double(), *case[1:], x)
-        for name, f in ESTIMATORS.items():
+        for name, f in named.items():
             rows[name].append(f"{(f(*case, x) - exact).abs().max():.0e}")
         head.append(f"error at {T:,}, λ = {x:.6g}")
     lab.print_table(head, list(rows.values()))
