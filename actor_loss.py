@@ -112,17 +112,19 @@ class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, tokens: Tensor,
                 temperature: float, kernel: bool) -> Tensor:
+        """log π(a) = z[a] − logsumexp z, a chunk of the vocabulary at a time."""
         dtype = _check(hidden, weight, temperature)
         chosen = (hidden.to(dtype) * weight[tokens].to(dtype)).sum(1) / temperature  # z[a]
         with torch.autocast(hidden.device.type, enabled=False):
             lse = (_logsumexp_triton if kernel else _logsumexp_torch)(hidden, weight, temperature)
         ctx.save_for_backward(hidden, weight, tokens, lse)
         ctx.temperature, ctx.kernel = temperature, kernel
-        return chosen - lse  # log π(a) = z[a] − log Σ_v exp z[v]
+        return chosen - lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden and weight: ∂L/∂z = grad (1[v = a] − π(v)) / τ, chunk by chunk."""
         hidden, weight, tokens, lse = ctx.saved_tensors
         logit_grad = _logit_grad_triton if ctx.kernel else _logit_grad_torch
         # The kernel sums products of the model's dtype in float32; torch would round each logit.

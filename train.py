@@ -646,7 +646,7 @@ FREE_ON_RESUME = {"steps", "target", "device", "debug", "eval_every", "show_ever
 BESIDE = """
 
 from the project's folder: python -m figures.compare (methods over seeds), figures.values RUN (what
-a critic knows), figures.critics, figures.coverage, figures.head, figures.speed"""
+a critic knows), figures.noise (how much a critic saves), .critics, .coverage, .head, .speed"""
 
 
 def parse(argv: list[str]) -> tuple[Config, bool]:
