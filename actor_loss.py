@@ -112,14 +112,14 @@ class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, tokens: Tensor,
                 temperature: float, kernel: bool) -> Tensor:
-        """log π(a) = z[a] − logsumexp z, a chunk of the vocabulary at a time."""
+        """log π(a) [N], a chunk of the vocabulary at a time; kernel: in Triton."""
         dtype = _check(hidden, weight, temperature)
         chosen = (hidden.to(dtype) * weight[tokens].to(dtype)).sum(1) / temperature  # z[a]
         with torch.autocast(hidden.device.type, enabled=False):
             lse = (_logsumexp_triton if kernel else _logsumexp_torch)(hidden, weight, temperature)
         ctx.save_for_backward(hidden, weight, tokens, lse)
         ctx.temperature, ctx.kernel = temperature, kernel
-        return chosen - lse
+        return chosen - lse  # log π(a) = z[a] − log Σ_v exp z[v]
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -16,6 +16,7 @@ almost nothing of the backbone's step: the limit is 10, or `split` gives each pa
 Differs from the paper:
   - it does not state c and the betas of AdamW: here they are 0.5 and (0.9, 0.999)
   - added: `split`, and skipping a step whose gradient is not finite (five in a row are an error)
+  - added: `low_rank_`, a critic of which only a low-rank change learns; future work in the paper
 Left out: sharding, the learning rate's schedule, the shift to [B, T] (value = v[:, -T-1:-1]).
 
     python critic.py    the two gradients of a small random model under four sizes of w
@@ -136,7 +137,7 @@ def low_rank_(critic: Critic, rank: int) -> Critic:
     if not layers:
         raise ValueError(f"critic: expected linear layers, found none in {type(critic.backbone)}")
     critic.backbone.requires_grad_(False)
-    for layer in layers:
+    for layer in layers:  # assumption: every linear layer, and a scale of 1
         parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
     return critic
 

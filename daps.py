@@ -9,7 +9,8 @@
 S3AC §3.4 (DAPS); the group filter is the one of DAPO's dynamic sampling (arXiv 2503.14476). Two
 selections to compare with: PCL (`nearest_half`) and GRESO (`greso_accept_prob`, `accept`).
 
-    v0 [M]       V(s_0) of M candidate prompts, from one batched critic pass over the prompts alone
+    v0 [M]       V(s_0) of M candidate prompts, from one batched critic pass over the prompts alone;
+                 [critics, M] of an ensemble
     ids [M]      their numbers in 0 … n_prompts − 1; S and N [n_prompts] are kept for every prompt
     reward, prompt_id [B]    outcomes of the B responses; a prompt's K responses share its id
 
@@ -20,6 +21,7 @@ filling up is no draw at all. `DAPS.report` tells what happened.
 Differs from the paper:
   - it does not say how to fill a short batch: here at most 10 rounds, then the highest a' left
   - it does not say whether its 40 + 80 steps are gradient steps or rollout batches: here batches
+  - added: with several critics their spread sets n_c (`trials_from_spread`), its future work
 Left out: the critic's pass, the rollout, and the replacement of the groups that are dropped.
 
     python daps.py    the curve, the ramp, and four selections on prompts of known success

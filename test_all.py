@@ -1320,11 +1320,8 @@ def _rollout_on_ranks(monkeypatch, size, work):
         return list(threads.map(run, range(size)))
 
 
-@pytest.mark.parametrize("size", [2, 3, 9])
-def test_rollout_ranks_are_one_process(monkeypatch, size):
-    """over_ranks: results in the order of items on all ranks, with other draws on each, more ranks
-    than items included; the generator takes one draw. K = 4 responses to 7 prompts: rows in the
-    order of prompts, also the experts noted; so are the four tensors of a shared sampler."""
+def _rollout_rank_job(size):
+    """What each of `size` ranks does, a function of its number; a model and its notes a rank."""
     model = _tiny("mixtral", bos_token_id=None, initializer_range=0.3, intermediate_size=16,
                   experts_implementation="eager").double()
     prompts = [p for p in ROLLOUT_PROMPTS for _ in range(4)]
@@ -1345,6 +1342,15 @@ def test_rollout_ranks_are_one_process(monkeypatch, size):
         shared = rollout.shared(generate)(model, prompts, generator=None, **limits)
         return {**vars(batch)}, shared, draws, torch.rand(1, generator=g).item()
 
+    return work, routers, notes
+
+
+@pytest.mark.parametrize("size", [2, 3, 9])
+def test_rollout_ranks_are_one_process(monkeypatch, size):
+    """over_ranks: results in the order of items on all ranks, with other draws on each, more ranks
+    than items included; the generator takes one draw. K = 4 responses to 7 prompts: rows in the
+    order of prompts, also the experts noted; so are the four tensors of a shared sampler."""
+    work, routers, notes = _rollout_rank_job(size)
     (one, tensors, draws, after), = _rollout_on_ranks(monkeypatch, 1, work)
     g = torch.Generator().manual_seed(5)
     own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=g)))
