@@ -1,4 +1,4 @@
-"""The paper's comparisons over seeds: python -m figures.compare whiten single group daps loss sweep
+"""The paper's comparisons over seeds: whiten single group methods daps loss sweep variants.
 
 Two arms differ in what the claim is about (S3AC: Figures 4, 6, 14, Tables 1–3, 5, 7, 8). Each arm
 has the learning rate that is best over the tuning seeds (100, 101, …); tables and pictures are of
