@@ -2481,7 +2481,7 @@ def _train_run(base, monkeypatch, flags=""):
 
 def _train_rollout(run):
     b, _ = train.rollout_batch(run, train.generator(0, "train"), train.Metrics(run))
-    b.logp_old, _, V = train.score(run, b)
+    b.logp_old, V = train.score(run, b)
     return b, V
 
 
@@ -2611,7 +2611,7 @@ def test_train_order_of_a_step(train_base, monkeypatch):
     for x, y in ((b.logp_old, logp), (b.logp_roll, logp), (b.value, V), (b.advantage, A)):
         assert torch.allclose(x[mask], y[mask], atol=1e-4) and (x[~mask] == 0).all()
     entropy = -(log_pi.exp() * log_pi).sum(-1)[mask].mean().item()
-    assert seen == order and metrics["actor/entropy"] == pytest.approx(entropy, abs=1e-5)
+    assert seen == order and metrics["actor/entropy"] == pytest.approx(entropy, abs=3e-3)
     assert torch.equal(b.keep, al.mismatch_mask(b.logp_old, b.logp_roll, mask)[0])
     run.actor.model.lm_head.bias = nn.Parameter(torch.linspace(-0.5, 0.5, z.shape[2]))
     with pytest.raises(ValueError, match="logits that are hidden states times"):
@@ -2648,8 +2648,8 @@ def test_train_prompts_and_groups(train_base, monkeypatch):
     """Groups are whole and mixed; all outcomes count once, after the batch; V(s_0) selects. Case
     39: one mixed group for two processes is said to be one."""
     run, seen = _train_run(train_base, monkeypatch, "--k 2 --rollout-batch 16"), []
-    monkeypatch.setattr(train, "score", lambda run, b, real=train.score: (
-        seen.append(run.daps.trials.sum().item()), real(run, b))[1])
+    monkeypatch.setattr(train, "score", lambda run, b, real=train.score, **x: (
+        seen.append(run.daps.trials.sum().item()), real(run, b, **x))[1])
     run.streak = torch.zeros(len(run.problems), dtype=torch.long)
     b, metrics = train.train_step(run)
     assert all(sorted(b.reward[b.prompt_id == i].tolist()) == [-1, 1] for i in b.prompt_id)
@@ -2827,13 +2827,13 @@ def test_train_ends_with_a_sentence(train_go, monkeypatch, capsys, row):
 
 def _train_updates(run, folder):
     b, metrics = torch.load(folder + "/batch.pt", weights_only=False), train.Metrics(run)
-    b.logp_old, entropy, (b.value,) = train.score(run, b)
+    b.logp_old, (b.value,) = train.score(run, b)
     b.advantage, b.keep = train.ADVANTAGES["gae"](b, run.cfg), b.mask
     for update in (train.update_critics, train.update_actor):
         update(run, b, torch.Generator().manual_seed(0), metrics)
     named = {**run.actor.state_dict(), **run.critics[0][0].state_dict()}
     tensors = {name: train.gathered(x).clone() for name, x in named.items()} | dict(
-        logp=b.logp_old, V=b.value, S=entropy, V_0=train.initial_values(run, torch.arange(5)))
+        logp=b.logp_old, V=b.value, V_0=train.initial_values(run, torch.arange(5)))
     run.cfg.out, run.step = folder, run.size - 1
     train.save(run)
     recipe = vp.Recipe(epochs=1, batch_size=8, held_out=0.25)

@@ -93,8 +93,8 @@ def train_step(run: Run) -> tuple[Batch, dict[str, float]]:
     with metrics.timed("rollout"):
         batch, sampled = rollout_batch(run, rng, metrics)
     with metrics.timed("score"):
-        batch.logp_old, entropy, V = score(run, batch)
-    expect_one_policy(cfg, (batch.logp_old - batch.logp_roll)[batch.mask].abs().max().item(), True)
+        batch.logp_old, V = score(run, batch, exact=is_exact(run))
+    expect_one_policy(cfg, distance(batch.logp_old, batch.logp_roll, batch.mask), later=True)
     with metrics.timed("value"):
         estimate = VALUES[method.value](run, batch, V, rng)
     batch.value, batch.starts, batch.value_std = estimate.value, estimate.starts, estimate.std
@@ -112,8 +112,7 @@ def train_step(run: Run) -> tuple[Batch, dict[str, float]]:
         update_actor(run, batch, rng, metrics)
     update_counts(run, sampled)
     run.step += 1
-    return batch, metrics.all(sampled, batch, entropy, {"mismatch": mismatch,
-                                                        cfg.method: estimate.stats})
+    return batch, metrics.all(sampled, batch, {"mismatch": mismatch, cfg.method: estimate.stats})
 
 
 def rollout_batch(run: Run, rng: torch.Generator, metrics: Metrics) -> tuple[Batch, Batch]:
@@ -201,10 +200,16 @@ def update_actor(run: Run, batch: Batch, rng: torch.Generator, metrics: Metrics)
             continue
         with updating(run, run.actor):
             for _, part in micro_batches(run, batch, rows):
-                loss, stats = LOSSES[cfg.loss](actor_logp(run, part), part, n, cfg)
+                logp, entropy = actor_logp(run, part, entropy=True)
+                loss, stats = LOSSES[cfg.loss](logp, part, n, cfg)
                 (loss * run.size).backward()  # FSDP takes the mean over ranks
+                # before the first update π is π_old: the proof where μ was taken for it
+                if batch.logp_old is batch.logp_roll and not metrics.numbers["actor/updates"]:
+                    expect_one_policy(cfg, distance(logp, part.logp_old, part.mask), later=True)
                 padded = part.tokens.numel()
-                metrics.add("actor", stats | {"padding": (padded - part.attention.sum(), padded)})
+                metrics.add("actor", stats | {
+                    "entropy": (entropy.detach().sum(), part.mask.sum()),
+                    "padding": (padded - part.attention.sum(), padded)})
         norm = gathered(nn.utils.clip_grad_norm_(run.actor.parameters(), cfg.clip_norm)).item()
         stepped = run.actor_opt.step_if_finite(norm)
         metrics.add_norms("actor", {
@@ -1062,8 +1067,8 @@ def try_model(run: Run) -> None:
             raise
         raise ValueError("--model: expected one that the sampler and the trainer can run, found "
                          f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-    apart = (logp - batch.logp_roll)[batch.mask].abs().max().item()
-    padded = max((x - whole[:, : x.shape[1]])[part.mask].abs().max().item()
+    apart = distance(logp, batch.logp_roll, batch.mask)
+    padded = max(distance(x, whole[:, : x.shape[1]], part.mask)
                  for x, whole, part in zip(alone, logp.split(n), parts))
     print(f"sampler against trainer: log-probs differ by at most {apart:.1e}; a row in a batch "
           f"against the row alone: {padded:.1e}")
@@ -1085,6 +1090,11 @@ def bent_logits(model: nn.Module, tokens: Tensor) -> float:
         plain = nn.functional.linear(fed[0], head.weight).float()
         apart = max(apart, ((logits - plain).abs().max() / plain.abs().max().clamp_min(1)).item())
     return apart
+
+
+def distance(a: Tensor, b: Tensor, mask: Tensor) -> float:
+    """The largest |a − b| where mask is True."""
+    return (a - b)[mask].abs().max().item()
 
 
 def expect_one_policy(cfg: Config, apart: float, later: bool = False) -> None:
@@ -1178,18 +1188,25 @@ def micro_batches(run: Run, batch: Batch, rows: Tensor) -> Iterator[tuple[Tensor
 
 
 @torch.no_grad()
-def score(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """log π_old and entropy [B, T], V of each critic [critics, B, T], 0 where masked."""
-    out = batch.logp_roll.new_zeros(2 + len(run.critics), *batch.mask.shape)
+def score(run: Run, batch: Batch, *, exact: bool = False) -> tuple[Tensor, Tensor]:
+    """log π_old [B, T] and V of each critic [critics, B, T], 0 where masked. exact: the sampler's
+    log μ is log π_old."""
+    out = batch.logp_roll.new_zeros(1 + len(run.critics), *batch.mask.shape)
     everything = torch.arange(len(batch.mask), device=run.device)
-    for rows, part in micro_batches(run, batch, everything):
+    for rows, part in micro_batches(run, batch, everything) if run.critics or not exact else ():
         T = part.mask.shape[1]
-        out[:2, rows, :T] = actor_logp(run, part, entropy=True)
-        for i, (critic, _) in enumerate(run.critics, start=2):
+        if not exact:
+            out[0, rows, :T] = actor_logp(run, part)
+        for i, (critic, _) in enumerate(run.critics, start=1):
             out[i, rows, :T] = torch.where(part.mask, critic_value(run, critic, part), 0.0)
     if run.size > 1:
         dist.all_reduce(out)  # each rank has filled in its own rows
-    return out[0], out[1], out[2:]
+    return batch.logp_roll if exact else out[0], out[1:]
+
+
+def is_exact(run: Run) -> bool:
+    """Whether the actor itself samples, in float32: then μ is π_old, as `try_model` has shown."""
+    return run.sampler is None and {run.cfg.dtype, run.cfg.compute_dtype} == {"float32"}
 
 
 @torch.no_grad()
@@ -1282,11 +1299,10 @@ class Metrics:
             torch.cuda.synchronize()
         self.add("time", {phase: time.perf_counter() - start})
 
-    def all(self, sampled: Batch, batch: Batch, entropy: Tensor, stats: dict[str, dict]
-            ) -> dict[str, Any]:
+    def all(self, sampled: Batch, batch: Batch, stats: dict[str, dict]) -> dict[str, Any]:
         """All numbers of a step, of what was sampled and of the batch before the updates."""
         n, R, A = batch.mask.sum(), batch.reward, batch.advantage[batch.mask]
-        success, log_ratio = sampled.reward > 0, (batch.logp_old - batch.logp_roll)[batch.mask]
+        success = sampled.reward > 0
         for prefix, pairs in (stats | {"run": {"stop": (float(self.run.stop), 1)}}).items():
             self.add(prefix, pairs)  # a signal to one rank stops all
         self.numbers |= {
@@ -1297,8 +1313,7 @@ class Metrics:
             "rollout/discarded": len(success) - len(R),
             "prompts/sampled": sampled.prompt_id.tolist(), "prompts/right": success.int().tolist(),
             "prompts/trained": batch.prompt_id.tolist(),
-            "actor/entropy": (entropy[batch.mask].sum() / n).item(),
-            "mismatch/log_ratio_max": log_ratio.abs().max().item(),
+            "mismatch/log_ratio_max": distance(batch.logp_old, batch.logp_roll, batch.mask),
             "advantage/mean": A.mean().item(), "advantage/std": A.std().item()}
         if batch.value_std is not None:
             self.add("critic", {"disagreement": batch.value_std[batch.mask].mean().item()})

@@ -116,7 +116,7 @@ def measure_job(actor: str, critic: str, s: dict[str, int]) -> dict[str, dict]:
         len(run.prompts), (n // k,), generator=rng).repeat_interleave(k), rng)  # k to a prompt
     n = BLOCKS * s["batches"] * size
     sample, batch, groups = draw(s["table"]), draw(n), draw(n, 8)
-    V, true = train.score(run, batch)[2][0], true_values(run, sample, batch)
+    V, true = train.score(run, batch)[1][0], true_values(run, sample, batch)
     sums = gradient_sums(run, batch, {x: (f, V) for x, f in (WITHOUT_V | WITH_V).items()}
                          | {x + TRUE: (f, true) for x, f in WITH_V.items()}, size)
     sums |= gradient_sums(run, groups, {x: (f, groups.logp_roll) for x, f in GROUPS.items()}, size)

@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
     ids = torch.arange(min(args.problems, len(run.eval_prompts))).repeat_interleave(args.n)
     batch = lab.responses(run, ids, rng, run.cfg.temperature, held_out=True)
     batch = take(batch, batch.prompt_id.argsort(stable=True))
-    batch.value = train.score(run, batch)[2][0]
+    batch.value = train.score(run, batch)[1][0]
     batch.starts = genac.segment_starts(batch.mask, width=max(2, -(-batch.mask.shape[1] // 26)))
     batch.advantage = train.ADVANTAGES["gae"](batch, run.cfg)
     answers = [run.eval_problems[i].answer for i in batch.prompt_id.tolist()]
