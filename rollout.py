@@ -927,6 +927,8 @@ def math_verify_reward(text: str, answer: str) -> float:
     does not ask if both are numbers, one has words, or only a name or unit differs: math-verify
     drops those. An answer that takes it too long is wrong. ImportError if it is missing."""
     with MATH_VERIFY_LOCK:
+        if _math_verify_process().poll() is not None:  # it died since the last question
+            _math_verify_process.cache_clear()
         process, boxed = _math_verify_process(), extract_boxed(text) or ""
         forms = {answer_form(boxed), answer_form(answer)}
         decided = "text" in forms or forms <= {"number", "fraction"}

@@ -1798,8 +1798,9 @@ def test_rollout_math_verify(monkeypatch):
     thread = threading.Thread(target=lambda: verdicts.extend(
         math_verify_reward(rf"\boxed{{{boxed}}}", "5.0") for boxed in asked))
     thread.start(), thread.join()
-    fresh().kill()
-    assert verdicts == [1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0]
+    fresh().kill(), fresh().wait()  # between two questions
+    verdicts.append(math_verify_reward(r"\boxed{y}", "5.0")), fresh().kill()
+    assert verdicts == [1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0, 1.0]
 
 
 # ---- value_pretrain.py ---------------------------------------------------------------------------
@@ -2799,10 +2800,10 @@ TRAIN_ENDS = r"""--method no|--method: expected one of s3ac; --steps x|invalid i
 --stop ab|--stop: expected texts of one ; --model BASE --verifier boxed|--data: expected a JSONL
 --pretrain none --critic-lr 1e12 --keep 1|not finite|0; --method spo --loss nan|not finite 5 times|0
 --method genac --critic BASE --reply 8 --context 60|no parsable reply in 5 calls|4
---method spo --response-high 0.9|nothing was learned in five steps|0
---method grpo --k 4 --verifier yes --max-response 200|nothing was learned in five steps|0
---method rloo --k 4 --verifier yes --max-response 200|nothing was learned in five steps|0
---method reinforce++ --verifier yes --max-response 200|nothing was learned in five steps|0
+--method spo --response-high 0.9|nothing was learned in 5 steps|0
+--method grpo --k 4 --verifier yes --max-response 99 --rollout-batch 64|learned in 5 steps|0
+--method rloo --k 4 --verifier yes --max-response 99 --rollout-batch 64|learned in 5 steps|0
+--method reinforce++ --verifier yes --max-response 99 --rollout-batch 64|learned in 5 steps|0
 --method grpo-x --k 4 --verifier no|every group of 4 was all right or all wrong, in 10 rounds|0"""
 
 
@@ -3032,6 +3033,20 @@ def test_train_borders_stopped_before_the_first_step(train_go, monkeypatch, caps
             assert "--pool r/pool uses it" in capsys.readouterr().err
     assert train_go(pool + " --pool r/pool") == 0
     assert "nothing was learned, since no response was right" in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # safetensors' way to say so
+        patch.setattr(train, "export", Mock(side_effect=Exception("I/O: No space left on device")))
+        assert train_go("--method spo --steps 1 --out full") == 1
+    assert ("stopped: could not write to full, its disk is full (I/O: No space left on device); "
+            "last checkpoint full/checkpoints/step-000001") in capsys.readouterr().err
+
+
+def test_train_few_wrong_responses_do_not_end_a_run(train_go, capsys):
+    """In small batches all may be wrong by chance: the run ends after 256 and five steps."""
+    flags = "--method spo --verifier no --max-response 2 --steps"
+    assert train_go(f"{flags} 7 --out r") == 0
+    assert "step 7: nothing was learned, since no response was right" in capsys.readouterr().out
+    assert train_go(f"{flags} 40 --out q") == 1
+    assert "step 32: nothing was learned in 32 steps in a row" in capsys.readouterr().err
 
 
 def test_train_borders_prompts_targets_and_health(train_base, tmp_path, monkeypatch, capsys):

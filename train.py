@@ -1523,7 +1523,8 @@ def write_checkpoint(cfg: Config, path: str, sound: int, state: dict[str, Any]) 
         Path(path + ".writing", "sha256").write_text(checksum(path + ".writing"))
         os.rename(path + ".writing", path)
     except (OSError, RuntimeError) as error:  # torch.save makes RuntimeErrors of a full disk
-        raise OSError(f"could not write {path}: {' '.join(str(error).split())}; last checkpoint: "
+        text = " ".join(str(error).split())
+        raise OSError(f"could not write {path}, is its disk full? ({text}); last checkpoint: "
                       f"{last_checkpoint(cfg.out) or 'none'}") from None
     kept = {last_checkpoint(cfg.out, sound), *checkpoints(cfg.out)[-cfg.keep :]}
     for old in {*checkpoints(cfg.out)} - kept:
@@ -1820,7 +1821,7 @@ BAR = [("success", "rollout/success", ".2f"), ("length", "rollout/length", ".0f"
 
 def train(run: Run) -> None:
     """Steps up to cfg.steps, with metrics, evaluations, checkpoints; Ctrl-C ends after a step."""
-    cfg, idle = run.cfg, 0
+    cfg, idle, lost = run.cfg, 0, 0  # steps in a row that learned nothing, and their responses
     bar = tqdm(total=cfg.steps, initial=run.step, desc=cfg.method, disable=run.rank > 0)
     with bar, ctrl_c(run):
         while run.step < cfg.steps:
@@ -1832,6 +1833,8 @@ def train(run: Run) -> None:
                 run.sound, run.best = run.step - 1, max(run.best, right)
             norm = metrics.get("actor/grad_norm", float(cfg.freeze_actor))  # none, or of 0
             idle = 0 if right and norm else idle + 1
+            # a few responses may all be right, or all wrong, by chance
+            lost = lost * (idle > 0) + (metrics["rollout/sampled"] if right in (0, 1) else 256)
             if idle:
                 tqdm.write(f"step {run.step}: nothing was learned, since " + (
                     "no token was kept, no gradient was finite, or all groups were uniform "
@@ -1847,8 +1850,8 @@ def train(run: Run) -> None:
                              if key in metrics})
             if cfg.save_every and run.step % cfg.save_every == 0 and not idle:
                 save(run)
-            if idle == 5:
-                raise RuntimeError(f"step {run.step}: nothing was learned in five steps in a row")
+            if idle >= 5 and lost >= 256:
+                raise RuntimeError(f"step {run.step}: nothing was learned in {idle} steps in a row")
             if metrics["run/stop"]:
                 save(run)
                 raise KeyboardInterrupt
@@ -1953,7 +1956,7 @@ def sentence(error: Exception, cfg: Config | None, sound: int | None = None) -> 
         text = f"could not write to {cfg.out}, its disk is full ({text})"
     elif isinstance(error, BAD_INPUT):
         return f"error: {text or type(error).__name__}"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search(
+    elif isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search(
             "allocate memory|out of memory", text):
         text = f"out of memory: a smaller --token-budget or --max-rows may help ({text[:200]})"
     elif not isinstance(error, (RuntimeError, FloatingPointError)):
