@@ -525,12 +525,13 @@ class Config:
 PAPER = dict(steps=400, rollout_batch=4096, compute_dtype="bfloat16", rollout_dtype="bfloat16",
              checkpoint_activations=True)
 PRESETS = {
-    # two CPU cores, minutes: a 4-layer model takes a larger step size, everything else is smaller
+    # two CPU cores, minutes: a 4-layer model takes a larger step size, everything else is smaller.
+    # DAPS acts at once, since the pretrained critic tells easy from hard before the first step
     "tiny": dict(
         steps=80, rollout_batch=256, max_prompt=16, max_response=40, max_rows=256,
         verifier="chain", instruction="", lr=1e-4, critic_lr=5e-4, pool_size=5120,
         pretrain_size=10240, pretrain_lr=1e-3, pretrain_lr_final=1e-4, pretrain_batch=32,
-        daps_uniform=10, daps_ramp=20, eval_problems=414, eval_k=4, vine_k=4, reply=136,
+        daps_uniform=0, daps_ramp=10, eval_problems=414, eval_k=4, vine_k=4, reply=136,
         context=256),
     # a --model of up to about 0.5B, --data with short numbers as answers, a CPU with bf16 or a GPU.
     # At temperature 1 such a model rambles, and its answer ends with the sentence
