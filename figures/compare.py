@@ -38,7 +38,7 @@ COMPARISONS = {
     "loss": ("--method s3ac", "--method s3ac --loss ppo-clip", "--method s3ac --loss dis",
              "--method reinforce++ --loss dis"),  # the last one: without a critic
     "sweep": ("--method s3ac", *(f"--method s3ac {x}" for x in (  # one setting of DAPS at a time
-        "--a-min 0.3", "--n-c 1", "--n-c 10", "--decay 0.9", "--daps-uniform 0 --daps-ramp 0"))),
+        "--a-min 0.3", "--n-c 1", "--n-c 10", "--decay 0.9", "--daps-uniform 10 --daps-ramp 20"))),
     "variants": ("--method s3ac", "--method s3ac --lam 0.8", "--method s3ac --lam 0.95",
                  "--method s3ac-token", "--method s3ac-ensemble", "--method s3ac --critic-rank 8")}
 COMPARISONS["methods"] = COMPARISONS["single"] + COMPARISONS["group"]
