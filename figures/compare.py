@@ -1,13 +1,14 @@
 """The paper's comparisons over seeds: whiten single group methods daps loss sweep variants.
 
 Two arms differ in what the claim is about (S3AC: Figures 4, 6, 14, Tables 1–3, 5, 7, 8). Each arm
-has the learning rate that is best over the tuning seeds (100, 101, …); tables and pictures are of
-other seeds (1, 2, …). All arms start from one base policy, critics from the value pretraining of
-their seed. Arms are compared at equal numbers of responses sampled, including those that a filter
-discards, because sampling costs most at the paper's scale. "collapsed" is the share of seeds whose
-held-out success ends below half of its best, "0.2 < p ≤ 0.8" the share of the training spent on
-middling prompts, with p from the run's own responses to prompts of the same level. Entropy, length
-and EV are means over the last ten batches (Table 7).
+has the learning rate with the best mean success at a third, two thirds and the end, over the tuning
+seeds (100, 101, …); tables and pictures are of other seeds (1, 2, …). All arms start from one base
+policy, critics from the value pretraining of their seed. Arms are compared at equal numbers of
+responses sampled, including those that a filter discards, because sampling costs most at the
+paper's scale. "collapsed" is the share of seeds whose held-out success ends below half of its best,
+"0.2 < p ≤ 0.8" the share of the training spent on middling prompts, with p from the run's own
+responses to prompts of the same level. Entropy, length and EV are means over the last ten batches
+(Table 7).
 Flags after -- go to every run. The smallest comparison takes about a minute:
 
     python -m figures.compare single --seeds 1 --tune-seeds 0 --lrs 1e-4 --steps 2 \\
@@ -114,7 +115,7 @@ def compare(args: argparse.Namespace) -> None:
     run = lambda jobs, title: lab.run_jobs(jobs, args.folder, args.workers, title=title)
     run(critics, "critics")
     done = run(sum(grid.values(), []), "learning rates")
-    by_lr = {arm: {lr: mean([success(done[job.name]) for job in grid[arm, lr]])
+    by_lr = {arm: {lr: mean([on_the_way(args, done[job.name]) for job in grid[arm, lr]])
                    for lr in args.lrs} for arm in tuned}
     best = {arm: max(args.lrs, key=lambda lr: by_lr[arm][lr] or 0.0) for arm in tuned}
     for name in args.names:
@@ -147,6 +148,12 @@ def curve(run: dict, metric: str = HELD_OUT) -> list[tuple[int, float, float]]:
 def success(run: dict) -> float:
     """Held-out success at the end."""
     return curve(run)[-1][2]
+
+
+def on_the_way(args: argparse.Namespace, run: dict) -> float:
+    """Mean success at POINTS, by which rates are chosen: at the end good rates are alike."""
+    total = args.steps * args.rollout_batch
+    return float(np.mean(at(curve(run), total * np.array([*POINTS.values()]))))
 
 
 def at(points: list, x: np.ndarray, column: int = 0) -> np.ndarray:
