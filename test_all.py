@@ -2797,7 +2797,9 @@ TRAIN_ENDS = r"""--method no|--method: expected one of s3ac; --steps x|invalid i
 --reply 99 --context 50|--reply: expected less than --context 50; --resume run --lr 7|lr 0.001 -> 7
 --resume run --preset tiny|preset None -> 'tiny'; --resume run --steps 2|--steps: expected 3 or more
 --shard-size 3|--shard-size: expected a divisor of the 4 processes; --rollout-batch 6|4 processes
---stop ab|--stop: expected texts of one ; --model BASE --verifier boxed|--data: expected a JSONL
+--stop ab|--stop: expected texts of one ; --stop ,|none of them empty; --pool . --method spo|--pool:
+--critic . --method spo|--critic: expected a method with; --critic-rank 2 --method spo|--critic-rank
+--model BASE --verifier boxed|--data: expected a JSONL
 --pretrain none --critic-lr 1e12 --keep 1|not finite|0; --method spo --loss nan|not finite 5 times|0
 --method genac --critic BASE --reply 8 --context 60|no parsable reply in 5 calls|4
 --method spo --response-high 0.9|nothing was learned in 5 steps|0

@@ -732,7 +732,7 @@ def check(cfg: Config) -> None:
             expect(f.name, text, value,
                    isinstance(value, (int, float)) and math.isfinite(value)
                    and low <= value <= high and value > above)
-    for name, expected, ok in [*requirements(cfg), *required_files(cfg)]:
+    for name, expected, ok in [*requirements(cfg), *critic_requirements(cfg), *required_files(cfg)]:
         expect(name, expected, getattr(cfg, name) or "nothing", ok)
     if cfg.verifier == "math_verify":
         rollout.VERIFIERS["math_verify"](r"\boxed{1}", "1")  # ImportError that names the package
@@ -764,11 +764,8 @@ def requirements(cfg: Config) -> Iterator[tuple[str, str, Any]]:
     yield "k", f"2 or more for groups ({name}, selection {cfg.selection})", cfg.k > 1 or not groups
     yield "gepo", f"a method with group advantages (grpo-x, grpo) and not {name}", (
         not cfg.gepo or method.advantage == "group")
-    yield "selection", f"uniform or greso, since {name} has no critic that could tell difficulty", (
-        cfg.selection not in ("daps", "pcl") or method.value in ("critic", "critics"))
-    for flag_name in ("traces", "write_prompts", "freeze_actor"):
-        yield flag_name, f"--method genac and not {name}", (
-            not getattr(cfg, flag_name) or method.value == "generative")
+    yield "stop", "texts separated by commas, none of them empty", (
+        not cfg.stop or "" not in cfg.stop.split(","))
     yield "delimiter", r"text with escapes such as \n", unescaped(cfg.delimiter) is not None
     yield "pretrain_size", "0 (two thirds) or 2 or more", cfg.pretrain_size != 1
     yield "reply", f"less than --context {cfg.context}", cfg.reply < cfg.context
@@ -786,6 +783,23 @@ def requirements(cfg: Config) -> Iterator[tuple[str, str, Any]]:
     yield "pool_temperatures", "numbers above 0, separated by commas", (
         re.fullmatch(f"{number}(,{number})*", cfg.pool_temperatures)
         and min(map(float, cfg.pool_temperatures.split(","))) > 0)
+
+
+def critic_requirements(cfg: Config) -> Iterator[tuple[str, str, Any]]:
+    """The same for what only some critics can use."""
+    method, name = METHODS[cfg.method], cfg.method
+    heads = method.value in ("critic", "critics")
+    yield "selection", f"uniform or greso, since {name} has no critic that could tell difficulty", (
+        cfg.selection not in ("daps", "pcl") or heads)
+    yield "critic", f"a method with a critic and not {name}", (
+        not cfg.critic or heads or method.value == "generative")
+    yield "critic_rank", f"0, or a method with a value head and not {name}", (
+        not cfg.critic_rank or heads)
+    yield "pool", f"a method that pretrains a critic ({name}: {cfg.pretrain}) and no --critic", (
+        not cfg.pool or heads and not cfg.critic and cfg.pretrain != "none")
+    for flag_name in ("traces", "write_prompts", "freeze_actor"):
+        yield flag_name, f"--method genac and not {name}", (
+            not getattr(cfg, flag_name) or method.value == "generative")
 
 
 def required_files(cfg: Config) -> Iterator[tuple[str, str, Any]]:
@@ -928,7 +942,7 @@ def setup(cfg: Config) -> Run:
     actor = shard(Actor(model, cfg.temperature, cfg.router_replay), model.config, cfg, size, device)
     opt = FiniteAdamW(actor, cfg.lr, weight_decay=cfg.weight_decay, name="actor")
     eos_id = rollout.eos_ids(model, tokenizer)
-    for text in filter(None, cfg.stop.split(",")):
+    for text in cfg.stop.split(",") if cfg.stop else ():
         ids = tokenizer.encode(unescaped(text) or text, add_special_tokens=False)
         expect("stop", "texts of one known token each", cfg.stop,
                len(ids) == 1 and ids[0] != tokenizer.unk_token_id)
