@@ -2753,7 +2753,7 @@ def test_train_interrupted_runs_go_on_bit_for_bit(train_go, capsys, flags):
         patch.undo()
         patch.setattr(torch, "save", save)
         assert train_go("--resume r") == 2
-        assert "full; last checkpoint: r/checkpoints/step-000002" in capsys.readouterr().err
+        assert "full); last checkpoint: r/checkpoints/step-000002" in capsys.readouterr().err
         with pytest.raises(SystemExit, match="killed"):
             train_go("--resume r")
     path = "r/checkpoints/step-000002"
