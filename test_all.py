@@ -2960,6 +2960,9 @@ def test_train_borders_resume(train_go, train_data, capsys):
     for _ in range(3):
         open("r/checkpoints/step-000002/sha256", "w").write("0")
         assert train_go("--resume r") == 0
+    os.rename("r/checkpoints/step-000002", "r/checkpoints/step-000005")
+    assert train_go("--resume r --steps 6") == 2 and "step 2 in r/" in capsys.readouterr().err
+    os.rename("r/checkpoints/step-000005", "r/checkpoints/step-000002")
     for junk in (b'{"step": 1, "x"}\n', b"\0\0\n", b'\xff\n', b'{"a": 1}\n', b"[1]\n", b'{"st'):
         data = open("r/metrics.jsonl", "rb").read()
         open("r/metrics.jsonl", "wb").write(junk + data if junk.endswith(b"\n") else data + junk)
@@ -3130,7 +3133,10 @@ def test_figures_training_run(tmp_path, monkeypatch):
     that stopped of itself has its reason as a result; any other failure is an error."""
     main, folder, job = Mock(return_value=0), tmp_path / "a", lab.training("a", ["--steps", "2"])
     monkeypatch.setattr(train, "main", main)
-    folder.mkdir()
+    folder.mkdir(), (folder / "notes").touch()
+    lab.train_run(str(folder), *job.arguments)
+    assert (folder / "notes").exists()  # train.main refuses it
+    (folder / "notes").unlink(), train.own_folder(str(folder)).close()
     lab.train_run(str(folder), *job.arguments)
     assert not folder.exists() and main.call_args[0][0][:3] == ["--steps", "2", "--out"]
     monkeypatch.setattr(train, "checkpoints", lambda out: ["one"])

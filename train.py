@@ -782,7 +782,7 @@ def requirements(cfg: Config) -> Iterator[tuple[str, str, Any]]:
     number = r"\s*(\d+\.?\d*|\.\d+)(e-?\d+)?\s*"
     yield "pool_temperatures", "numbers above 0, separated by commas", (
         re.fullmatch(f"{number}(,{number})*", cfg.pool_temperatures)
-        and min(map(float, cfg.pool_temperatures.split(","))) > 0)
+        and all(0 < float(x) < math.inf for x in cfg.pool_temperatures.split(",")))
 
 
 def critic_requirements(cfg: Config) -> Iterator[tuple[str, str, Any]]:
@@ -814,6 +814,9 @@ def required_files(cfg: Config) -> Iterator[tuple[str, str, Any]]:
                 os.path.isfile(os.path.join(path, "config.json"))
                 or on_hub and not os.path.isdir(os.path.dirname(path)))
     yield "out", "a folder", not os.path.isfile(cfg.out)
+    yield "write_prompts", "a file that is not there yet, in a folder that is", (
+        not cfg.write_prompts or not os.path.exists(cfg.write_prompts)
+        and os.path.isdir(os.path.dirname(cfg.write_prompts) or "."))
     yield "pool", "a folder with a trajectory pool", (
         not cfg.pool or os.path.isfile(os.path.join(cfg.pool, "index.bin")))
     kind, file, n = {
@@ -1591,6 +1594,8 @@ def load(run: Run) -> None:
     expect("resume", "a whole checkpoint in checkpoints/", f"none in {run.cfg.out}", path)
     try:  # weights_only: no file runs code
         state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
+        expect("resume", "checkpoints under their own names", f"step {state['step']} in {path}",
+               path.endswith(f"step-{state['step']:06d}"))
         expect_origin("resume", run, state["origin"], "tokenizer", "problems")
         for name, part in run.trained.items():
             restore(*part, state[name])

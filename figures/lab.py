@@ -50,7 +50,9 @@ def train_run(path: str, *flags: str) -> int:
     """Starts the run in the folder `path`, or resumes it. Returns train.main's exit status."""
     if train.checkpoints(path):
         return train.main(["--resume", path, "--device", "cpu"])
-    shutil.rmtree(path, ignore_errors=True)  # a run that never got to its first step
+    if os.path.exists(os.path.join(path, ".lock")):  # a run that never got to its first step
+        with train.own_folder(path):  # ValueError if it goes on, or if there are other files
+            shutil.rmtree(path)
     return train.main([*flags, "--out", path, "--device", "cpu"])
 
 
