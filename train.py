@@ -25,6 +25,7 @@ rows.
 
 Differs from the paper:
   - sampler and trainer are one process, so a step waits for its longest response
+  - where the actor itself samples in float32, log μ is taken for log π_old
   - a lower temperature stands in for a stronger policy in the pool
   - what the paper does not state is marked `# assumption`
 Left out: asynchronous rollouts, judge models, multimodal data.
@@ -526,7 +527,7 @@ PAPER = dict(steps=400, rollout_batch=4096, compute_dtype="bfloat16", rollout_dt
              checkpoint_activations=True)
 PRESETS = {
     # two CPU cores, minutes: a 4-layer model takes a larger step size, everything else is smaller.
-    # DAPS acts at once, since the pretrained critic tells easy from hard before the first step
+    # assumption: DAPS acts from the first step, since the pretrained critic tells easy from hard
     "tiny": dict(
         steps=80, rollout_batch=256, max_prompt=16, max_response=40, max_rows=256,
         verifier="chain", instruction="", lr=1e-4, critic_lr=5e-4, pool_size=5120,
@@ -1224,6 +1225,7 @@ def score(run: Run, batch: Batch, *, exact: bool = False) -> tuple[Tensor, Tenso
 
 def is_exact(run: Run) -> bool:
     """Whether the actor itself samples, in float32: then μ is π_old, as `try_model` has shown."""
+    # assumption: so π_old need not be computed once more
     return run.sampler is None and {run.cfg.dtype, run.cfg.compute_dtype} == {"float32"}
 
 
@@ -1818,7 +1820,8 @@ def print_forecast(run: Run, batch: Batch, sampling: float, n: int) -> None:
     score(run, take(batch, rows.to(run.device)))
     forward = (time.perf_counter() - since) / len(rows) / (1 + critics)
     # an update has a forward pass and a backward pass of twice its time
-    passes = 1 + critics + 3 * (not cfg.freeze_actor) + 3 * critics * cfg.critic_epochs
+    passes = critics + 3 * (not cfg.freeze_actor) + 3 * critics * cfg.critic_epochs
+    passes += not is_exact(run)
     step = cfg.rollout_batch * (sampling + passes * forward)
     drawn = min(cfg.pretrain_size or -(-2 * n // 3), n)
     pool = n * sampling * (not cfg.pool) + 3 * drawn * cfg.pretrain_epochs * forward
@@ -1852,9 +1855,11 @@ def train(run: Run) -> None:
             if right >= run.best / 2:  # so the weights that sampled were sound
                 run.sound, run.best = run.step - 1, max(run.best, right)
             norm = metrics.get("actor/grad_norm", float(cfg.freeze_actor))  # none, or of 0
-            idle = 0 if right and norm else idle + 1
-            # a few responses may all be right, or all wrong, by chance
-            lost = lost * (idle > 0) + (metrics["rollout/sampled"] if right in (0, 1) else 256)
+            if right and norm:
+                idle = lost = 0
+            else:  # a few responses may all be right, or all wrong, by chance
+                idle += 1
+                lost += metrics["rollout/sampled"] if right in (0, 1) else 256
             if idle:
                 tqdm.write(f"step {run.step}: nothing was learned, since " + (
                     "no token was kept, no gradient was finite, or all groups were uniform "

@@ -115,8 +115,9 @@ def compare(args: argparse.Namespace) -> None:
     run = lambda jobs, title: lab.run_jobs(jobs, args.folder, args.workers, title=title)
     run(critics, "critics")
     done = run(sum(grid.values(), []), "learning rates")
-    by_lr = {arm: {lr: mean([on_the_way(args, done[job.name]) for job in grid[arm, lr]])
-                   for lr in args.lrs} for arm in tuned}
+    total = args.steps * args.rollout_batch  # on the way too, since good rates end alike
+    by_lr = {arm: {lr: mean([float(on_the_way(curve(done[job.name]), total).mean())
+                             for job in grid[arm, lr]]) for lr in args.lrs} for arm in tuned}
     best = {arm: max(args.lrs, key=lambda lr: by_lr[arm][lr] or 0.0) for arm in tuned}
     for name in args.names:
         lrs = {arm: best[SAME_RATE.sub("", arm)] for arm in COMPARISONS[name]}
@@ -150,17 +151,16 @@ def success(run: dict) -> float:
     return curve(run)[-1][2]
 
 
-def on_the_way(args: argparse.Namespace, run: dict) -> float:
-    """Mean success at POINTS, by which rates are chosen: at the end good rates are alike."""
-    total = args.steps * args.rollout_batch
-    return float(np.mean(at(curve(run), total * np.array([*POINTS.values()]))))
-
-
 def at(points: list, x: np.ndarray, column: int = 0) -> np.ndarray:
     """The curve [N] when x [N] responses had been sampled (column 1: seconds had passed), straight
     between its points. Its last value stands for what comes after."""
     points = np.array(points, dtype=float)
     return np.interp(x, points[:, column], points[:, 2])
+
+
+def on_the_way(points: list, total: int) -> np.ndarray:
+    """The curve at POINTS of `total` responses, [3]."""
+    return at(points, total * np.array([*POINTS.values()]))
 
 
 def mean(values: list[float | None]) -> float | None:
@@ -202,8 +202,8 @@ def medium_share(steps: list[dict], level: list[str], window: int = 5) -> float 
 def print_comparison(name: str, rows: dict[str, dict]) -> None:
     """Success, what Table 7 shows, the claims' verdicts and why runs stopped."""
     arms, total = list(rows), min(max(row["sampled"]) for row in rows.values())
-    points = {arm: [[float(at(x, share * total)) for x in row["curves"][HELD_OUT]]
-                    for share in POINTS.values()] for arm, row in rows.items()}
+    points = {arm: np.stack([on_the_way(x, total) for x in row["curves"][HELD_OUT]], 1).tolist()
+              for arm, row in rows.items()}
     print("Held-out success, mean ± standard deviation over seeds, when equal numbers of responses "
           f"had been sampled: {total:,} at the end\n")
     lab.print_table(["arm", "lr", *POINTS, "last step", "best", "last step by seed", "collapsed",

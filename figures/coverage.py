@@ -15,7 +15,6 @@ the length of its problem here, whoever writes it: a stronger policy brings no n
 import argparse
 import itertools
 import json
-import shutil
 import sys
 from collections.abc import Callable
 
@@ -55,7 +54,7 @@ def pool_job(folder: str, policies: tuple[tuple[str, float], ...], n: int, held_
         return lambda n: lab.responses(run, torch.tensor([next(turn) % count for _ in range(n)]),
                                        rng, temperature, held_out=held_out)
 
-    shutil.rmtree(folder, ignore_errors=True)  # of a job that was cut
+    lab.clear_pool(folder)
     return len(fill_pool(folder, [(f"{path} at {t}", sampler(path, t)) for path, t in policies],
                          n, 2048))
 

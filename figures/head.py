@@ -15,15 +15,12 @@ Differs from the paper: one epoch, a higher learning rate; the first and the las
 import argparse
 import os
 import random
-import shutil
 import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
 import rollout
-import train
 from critic import Critic, init_value_head_
 from figures import lab
 from figures.coverage import pool_job
@@ -38,8 +35,7 @@ SIZES = {"size": (2800, 80, "tiny's responses"), "model": ("", "", "folder of a 
 
 def demonstrations_job(folder: str, path: str, n: int) -> int:
     """A pool of n demonstrations of at most 7 steps in the tokens of the model in path -> n."""
-    train.expect("folder", f"no model in {folder}", "one", not Path(folder, "config.json").exists())
-    shutil.rmtree(folder, ignore_errors=True)  # of a job that was cut
+    lab.clear_pool(folder)
     tokenizer, rng = AutoTokenizer.from_pretrained(path), random.Random(0)
     problems = [x for x in rollout.task_problems() if x.answer[0] <= "g"]
     ids = rng.choices(range(len(problems)), k=n)

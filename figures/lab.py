@@ -168,6 +168,14 @@ def settle(job: Job, folder: str, status: int) -> str:
     return line
 
 
+def clear_pool(folder: str) -> None:
+    """Removes the pool of a job that was cut. ValueError if the folder holds anything else."""
+    there = {*os.listdir(folder)} if os.path.exists(folder) else set()
+    foreign = sorted(there - {"tokens.bin", "index.bin", "pool.json", "pool.writing"})
+    train.expect("folder", f"a pool or nothing in {folder}", ", ".join(foreign[:3]), not foreign)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 # ---- policies ------------------------------------------------------------------------------------
 
 def base_policy(tiny: bool) -> str:
