@@ -25,6 +25,7 @@ Left out: KL penalty, entropy bonus, a bias of the output layer, a vocabulary sp
 
 Run: `python actor_loss.py` prints the weight of each loss, and what the masks drop.
 """
+import argparse
 import math
 from collections.abc import Iterator
 
@@ -479,4 +480,5 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="the losses' weights, what the masks drop").parse_args()
     demo()

@@ -298,6 +298,9 @@ def _demo() -> None:
     for name, default in (("hidden", 512), ("layers", 2), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     H, layers, seed = vars(parser.parse_args()).values()
+    if H < 8 or H % 8 or layers < 1 or not 0 <= seed < 2**63:
+        raise SystemExit("error: expected --hidden 8, 16, …, --layers 1 or more, --seed 0 or more, "
+                         f"found {H}, {layers}, {seed}")
     torch.manual_seed(seed)
     critic = Critic(AutoModel.from_config(LlamaConfig(
         hidden_size=H, intermediate_size=2 * H, num_hidden_layers=layers, num_attention_heads=8,

@@ -27,6 +27,7 @@ Left out: the critic's pass, the rollout, and the replacement of the groups that
     python daps.py    the curve, the ramp, and four selections on prompts of known success
 """
 import argparse
+import math
 
 import torch
 from torch import Tensor
@@ -284,6 +285,12 @@ def _demo() -> None:
                                 ("steps", 200, "rollout batches"), ("seed", 0, "")):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     args = parser.parse_args()
+    if not (0 <= args.a_min <= 1 and 0 <= args.noise < math.inf and 0 <= args.seed < 2**63
+            and 1 <= args.batch <= args.candidates <= args.prompts and args.group * args.steps > 0
+            and args.steps > 0):
+        raise SystemExit("error: expected --a-min 0 … 1, --noise and --seed 0 or more, --group and "
+                         "--steps 1 or more, 1 ≤ --batch ≤ --candidates ≤ --prompts; found "
+                         + ", ".join(f"{name} {x}" for name, x in vars(args).items()))
     print(f"acceptance  a = a_min + (1 − a_min)·4p̂(1 − p̂),  a_min = {args.a_min}")
     for p in torch.linspace(0, 1, 11):
         a = accept_prob(p, args.a_min).item()

@@ -30,6 +30,8 @@ Left out: losses, the critic, λ_critic (it is 1: the critic's target is the ret
 
 Run: `python gae.py` prints a right and a wrong response, token by token.
 """
+import argparse
+
 import torch
 from torch import Tensor
 
@@ -476,4 +478,5 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="token advantages of two responses").parse_args()
     demo()

@@ -752,7 +752,7 @@ def _demo_critic(folder: str | None) -> tuple[GenCritic, Callable]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     actor = rollout.task_tokenizer()
-    if not folder:
+    if folder is None:
         written = lambda model, prompts, *, eos_id, pad_id, **limits: (*_pad_outside(
             prompts, [actor(text).input_ids + eos_id for text in REPLIES], pad_id), None)
         return GenCritic(nn.Linear(1, 1), actor, actor, [actor.eos_token_id], RunningSuccess(),
@@ -773,4 +773,4 @@ if __name__ == "__main__":
     try:
         demo(parser.parse_args())
     except (ValueError, RuntimeError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+        raise SystemExit(f"error: {str(error).splitlines()[0]}") from None

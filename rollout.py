@@ -38,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -507,9 +508,9 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, mask: Tensor) -> 
 PROMPT_KEYS = ("prompt", "problem", "question")
 ANSWER_KEYS = ("reward_model.ground_truth", "answer", "solution")
 LIST_AS_TEXT = re.compile(r"[\[{][\s\[]*[\"']|\[[^,()\[\]]*\]$")  # but [0, 1] is an interval
-NO_ANSWER = re.compile(  # a missing value, an unreadable list, "\frac" read by JSON as a form feed
-    r"^(?:nan|null)$|^[\[{][\s\[]*[\"']|[\x00-\x08\x0b\x0c\x0e-\x1f]"
-    r"|[\t\n\r](?:ext|imes|frac|heta|eq|ight)(?![a-zA-Z])", re.I)
+NO_ANSWER = re.compile(  # a missing value, an unreadable list; "\frac", "\theta", "\ne" in JSON
+    r"^\s*(?:(?i:nan|null)\s*$|[\[{][\s\[]*[\"'])|[\x00-\x08\x0b\x0c\x0e-\x1f]|[\t\r][a-zA-Z]"
+    r"|\n(?:abla|e|eg|eq|exists|geq|gtr|i|leq|less|mid|ot|otin|u)(?![a-zA-Z])")
 
 
 @dataclass(frozen=True)
@@ -545,7 +546,7 @@ def _read_problem(text: str) -> Problem:
     _expect(text[0] != "[", "expected JSONL, one JSON object per line, found a JSON list")
     try:
         row = json.loads(text, parse_float=Decimal)  # a float would lose digits: 4.5e33
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, ArithmeticError) as error:
         reason = getattr(error, "msg", error)
         raise ValueError(f"expected a JSON object, found broken JSON ({reason})") from None
     _expect(isinstance(row, dict), f"expected a JSON object, found {text:.40}")
@@ -580,12 +581,12 @@ def _gold(key: str, answer: Any) -> str:
     _expect(type(answer) in (str, int, Decimal) and not vast, f"{key}: expected a text or a number,"
             f" or a list of one; found {str(answer):.40}")
     answer = f"{answer:f}" if isinstance(answer, Decimal) else str(answer)
-    boxed = extract_boxed(answer)
-    _expect(key != "solution" or boxed is not None,
-            r"solution: expected a closed \boxed{…} in it, found none")
-    answer = answer.rpartition("####")[2].strip(" \t\r\n") if boxed is None else boxed
+    box = _last_box(answer)
+    _expect(key != "solution" or box, r"solution: expected a closed \boxed{…} in it, found none")
+    answer = answer[box] if box else answer.rpartition("####")[2]
     line = " ".join(answer.split())
-    _expect(not NO_ANSWER.search(answer) and math_reward(rf"\boxed{{{line}}}", line) > 0,
+    _expect(not NO_ANSWER.search(answer) and line.isprintable()  # no zero-width space
+            and math_reward(rf"\boxed{{{line}}}", line) > 0,
             f"{key}: expected an answer that a reply can give, found {answer!r:.60}")
     return line
 
@@ -669,6 +670,12 @@ BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(-?\d[\d.,/]*))|\\.|[{}]
 def extract_boxed(text: str) -> str | None:
     r"""Content of the last \boxed{…} or \fbox{…} that is closed (or `\boxed 5`), None without one.
     Braces nest, \{ and \} are no braces, and a box inside another counts as the last."""
+    box = _last_box(text)
+    return text[box].strip(" \t\r\n") if box else None
+
+
+def _last_box(text: str) -> slice | None:
+    """Where that content stands."""
     starts, last = [], (-1, -1)  # per open brace: where the content of its box starts, or −1
     for token in BOX_OR_BRACE.finditer(text):
         if token[1]:
@@ -677,7 +684,7 @@ def extract_boxed(text: str) -> str | None:
             last = max(last, (starts.pop(), token.start()))
         elif token[0][-1] == "{" and token[0] != r"\{":
             starts.append(token.end() if token[0] != "{" else -1)
-    return text[slice(*last)].strip(" \t\r\n") if last[0] >= 0 else None
+    return slice(*last) if last[0] >= 0 else None
 
 
 # These closed lists say what is respelled or dropped. Everything else is part of an answer.
@@ -687,18 +694,22 @@ SPELLING = {old: new for new, olds in {  # of LaTeX's tokens
     "^": "**", r"\frac": r"\dfrac \tfrac \cfrac", "%": r"\%", "°": r"\circ \degree", r"\sqrt": "√",
     r"\{": r"\lbrace", r"\}": r"\rbrace", r"\infty ": "∞", r"\pi ": "π", r"\pm ": "±",
     r"\cup ": "∪", r"\in ": "∈", r"\le ": r"\leq \leqslant ≤", r"\ge ": r"\geq \geqslant ≥",
-    r"\ne ": r"\neq ≠"}.items() for old in olds.split()} | {r"\ ": " ", "\\": ""}
+    r"\ne ": r"\neq ≠"}.items() for old in olds.split()} | {
+    "\\": ""} | dict.fromkeys(["\\ ", *"\u00a0\u2009\u202f"], " ")  # no-break and thin spaces
 UNITS = {word + s: words.split()[0] for words in (  # ~: only in a text style
     "° degree", "°C degreescelsius", "°F degreesfahrenheit", r"dollar \$", "cent", "unit", "radian",
     "mm millimeter", "cm centimeter centimetre", "meter metre ~m", "km kilometer kilometre",
     "inch inche", "foot feet ft", "yard", "mile", "milehour mph", "gram ~g", "kg kilogram",
     "mg", "pound lb", "ounce oz", "liter litre ~L", "mL ml", "second ~s", "minute min",
     "hour hr ~h", "day", "week", "month", "year") for word in words.split() for s in ("", "s")}
-MAGNITUDES = {"": 0, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+MAGNITUDES = {"": 0} | {word + s: n for word, n in {
+    "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}.items()
+    for s in ("", "s")}
 MANY = "|".join(filter(None, MAGNITUDES))
 WORD = "|".join(sorted(map(re.escape, UNITS), key=len, reverse=True))
-UNIT = re.compile(  # 5 square cm, 5 cm^2, 5 km/h, 5 m/s^2
-    rf"(.*?(?:[\d}})!]|\\pi|{MANY})) ?(square|sq\.?|cubic)?({WORD})(?:\^\{{([23])\}})?"
+UNIT = re.compile(  # 5 square cm, 5 cm^2, 5 km/h, 5 m/s^2; not of 2x-3 cm
+    rf"((?:[^\\a-zA-Z]|\\(?:frac|sqrt|pi|\$)|{MANY}|[eE](?=[-+\d]))*?(?:[\d}})!]|\\pi|{MANY}))"
+    rf" ?(square|sq\.?|cubic)?({WORD})(?:\^\{{([23])\}})?"
     rf"(?:(?:/|per)({WORD}|[sh])(\^\{{2\}})?)?", re.S)
 TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\*\*|.|\\", re.S)
 NAME = re.compile(  # x = …, x_1 = …, f(x) = …, (x, y) = …, \theta = …, x \in …
@@ -722,6 +733,7 @@ PLAIN = [(re.compile(old), new) for old, new in (  # the markup of a whole answe
     (r"(?s)^\s*<(.*)>\s*$", r"\\langle \1\\rangle"),  # a vector
     (TOKEN, lambda m: SPELLING.get(m[0], m[0])),
     ("[⁻⁰¹²³⁴-⁹]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
+    ("[¼-¾⅓-⅞]", lambda m: r"\frac{%s}{%s}" % (*unicodedata.normalize("NFKC", m[0]).split("⁄"),)),
     (r"([\^_])\s*(?:\{\s*(\w)\s*\}|(-?\d+|[a-zA-Z]))", r"\1{\2\3}"),  # x^2
     (r"\^\s*(?:\{\s*°\s*\}|°)", "°"),  # 30^\circ; below: 5\text{m} is a unit, 5m is not
     (r"((?:[\d})]|\\pi)\s*\\(?:text|mathrm)\{\s*)([mgshL])(?=[\s}^/])", r"\1~\2"),
@@ -742,7 +754,10 @@ RESPELL = [(re.compile(old, re.ASCII), new) for old, new in (  # of a single val
     (r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\}) ?(\\pi|[\da-zA-Z])", r"\1{\2}"),  # \frac{1}2
     (r"^\\frac\{-([^-+]*)$", r"-\\frac{\1"),  # \frac{-x}{2} -> -\frac{x}{2}
     (r"(?<![\w.}/^)])(\d+)/(\d+)(?![\w./^{(\\])", r"\\frac{\1}{\2}"),  # 1/2
-    (r"^([-+]?)([^-+/,()<>=\s]+)/(\d+|[a-zA-Z]|\\pi)$", r"\1\\frac{\2}{\3}"),  # \sqrt{3}/2
+    (r"^([-+]?)([^-+/,()<>=\s]+)/(\d+|[a-zA-Z]|\\pi|\\sqrt\{[^{}]*\})$",
+     r"\1\\frac{\2}{\3}"),  # \sqrt{3}/2
+    (r"^([-+]?\\frac\{\d+)(\}\{\d+\}) ?(\\pi|\\sqrt\{[^{}]*\}|[a-zA-Z])$", r"\1\3\2"),  # \frac23\pi
+    (r"^([-+]?\\frac\{)1(?=\\|[a-zA-Z])", r"\1"),
     (r"(?<=[\d}])percent$", "%"),
     (r"^\+", ""),
 )]
@@ -756,9 +771,9 @@ def canonical(text: str, *, names: bool = False, units: bool = False) -> str:
     (order and brackets count; a pmatrix is a bmatrix), \{sets\} and lists (comma, semicolon, and,
     or; \pm is a list of two; order does not count), unions. It drops spaces, markup, text styles
     (STYLE), thousands separators; brackets around the whole of one answer, (C) is C; one full stop
-    at the end; a word's capital; a name before `=` or `\in` unless `names`; a unit of UNITS after a
-    number unless `units`. Nothing else goes: letters, other words, percent, i, inequalities, a.m.
-    are part of the answer.
+    at the end; a word's capital; a name before `=` or `\in` unless `names` or others have another
+    name (x = 1, y = 2); a unit of UNITS after a number unless `units`. Nothing else goes: letters,
+    other words, percent, i, inequalities, a.m. are part of the answer.
     """
     if len(text) > MAX_CHARS:
         return text
@@ -805,6 +820,8 @@ def _form(text: str, *, names: bool, units: bool, depth: int = 6) -> str:
         PLUS_MINUS.sub(lambda m: signs[m[1] == "mp"], part)  # a \pm b is a+b and a-b
         for signs in ("+-", "-+")}]
     if braces or len(parts) > 1:
+        if len({match and match[1] for match in map(NAME.fullmatch, parts)}) > 1:
+            again = functools.partial(again, names=True)  # x = 1, y = 2 is more than 1, 2
         parts = sorted((set if braces else list)(map(again, parts)))
         return r"\{" + ",".join(parts) + r"\}"
     if name:
@@ -870,21 +887,28 @@ def math_reward(text: str, answer: str) -> float:
     return _verdict(extract_boxed(text), answer)
 
 
-ANSWER_LINE = re.compile(r"(?im)^[ \t*_#>-]*(?:the )?(?:final )?answer[ \t*_]*:[\s*_]*(.*)$")
+ANSWER_LINE = re.compile(  # `**Answer: 5**`, `- **Answer:** 5`: its marks, then what it says
+    r"(?im)^(?:[ \t*_#>-]*[ \t#>-])?([*_]*(?:the )?(?:final )?answer[ \t*_]*:[\s*_]*)(.*)$")
 
 
 def answer_reward(text: str, answer: str) -> float:
     """+1.0 if the last line `Answer: …` gives the answer, boxed or not, else −1.0: DAPO-Math."""
-    last = ["", *ANSWER_LINE.findall(text)][-1].strip("*_ \t\r")
+    lead, last = [("", ""), *ANSWER_LINE.findall(text)][-1]
+    opened = []
+    for mark in re.findall(r"\*+|_+", lead):  # emphasis that is still open ends after the answer
+        opened.pop() if opened[-1:] == [mark] else opened.append(mark)
+    for mark in reversed(opened):
+        last = re.sub(rf"{re.escape(mark)}(\.?)\s*$", r"\1", last)
     return _verdict(extract_boxed(last) if "boxed" in last else last, answer)
 
 
-TEN = r"10(?:\s?\^\s?(?:[-−]?\d{1,3}|\{\s?[-−+]?\d{1,3}\s?\})|[⁻⁰¹²³⁴-⁹]{1,4})"
+TEN = r"10(?:\s?(?:\^|\*\*)\s?(?:[-−]?\d{1,3}|\{\s?[-−+]?\d{1,3}\s?\})|[⁻⁰¹²³⁴-⁹]{1,4})"
 NUMBER_IN_TEXT = re.compile(
     r"((?:(?<![\w)}])[-−–])?(?:\\?\$)?(?:"
     rf"(?:\d+\s?)?\\[dtc]?frac(?:\s?(?:\{{(?:{TEN}|[-+.,\d]{{1,99}})\}}|\d)){{2}}|"  # \frac{1}{2}
-    rf"\d+ \d+/\d+|{TEN}|"  # 1 1/2, 10^4
-    r"(?:\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d)|\d*\.?\d+)(?:\.\d+)?"  # 1,234.5, .5
+    rf"\d+ \d+/\d+|\d*[¼-¾⅓-⅞]|{TEN}|"  # 1 1/2, 1½, 10^4
+    r"(?:[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)|"  # 1 234.5
+    r"\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d)|\d*\.?\d+)(?:\.\d+)?"  # 1,234.5, .5
     rf"(?:[eE][-+]?\d+(?!\w)|\s?(?:\\times|\\cdot|[×·*x])\s?{TEN})?(?:/\d+)?)"  # 1e4, 3 \times 10^4
     rf"(?:\s?(?:\\text\{{\s?)?(?:{MANY})(?![a-z])\}}?)?)(\s?(?:\\?%|percent))?", re.ASCII)
 
@@ -1053,7 +1077,7 @@ def write_folder(
     state_dict: dict[str, Tensor] | None = None, *, replace: bool = True,
 ) -> None:
     """A Hugging Face folder, written beside its place and then renamed: it is whole or not there.
-    What stands there is replaced, or with replace=False kept if it is a model's folder."""
+    A model there is replaced, other files stay; with replace=False a model's folder is kept."""
     parent, name = os.path.split(os.path.abspath(folder))
     os.makedirs(parent, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}.", dir=parent) as temporary:
@@ -1064,6 +1088,9 @@ def write_folder(
             if replace and os.path.isdir(folder):
                 os.rename(folder, old)
             os.rename(new, folder)
+            for name in {*os.listdir(old)} - {*os.listdir(folder)} if os.path.isdir(old) else ():
+                if not name.startswith("model"):  # old weights may have been in more parts
+                    os.rename(os.path.join(old, name), os.path.join(folder, name))
         except OSError:  # another process was quicker: its folder is taken
             if not os.path.isfile(os.path.join(folder, "config.json")):
                 raise
@@ -1119,4 +1146,7 @@ def _demo(seed: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="a response, token by token, and its states")
     parser.add_argument("--seed", type=int, default=1)
-    _demo(parser.parse_args().seed)
+    seed = parser.parse_args().seed
+    if not 0 <= seed < 2**63:
+        raise SystemExit(f"error: --seed: expected 0 … 2^63 − 1, found {seed}")
+    _demo(seed)

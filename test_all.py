@@ -1430,8 +1430,10 @@ def test_rollout_base_policy_of_two_builders(tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(second)
     models[0].generation_config.eos_token_id = [5, 3]
     assert rollout.eos_ids(models[0], tokenizer) == sorted({5, 3, tokenizer.eos_token_id})
-    rollout.write_folder(second, tokenizer, models[0])  # what stands there is replaced
-    assert "mark" not in os.listdir(second) and os.listdir(tmp_path / "b") == ["base"]
+    open(os.path.join(second, "model-00002-of-00002.safetensors"), "w").close()
+    there = {*os.listdir(first), "mark"}
+    rollout.write_folder(second, tokenizer, models[0])  # the model is replaced, foreign files stay
+    assert {*os.listdir(second)} == there and os.listdir(tmp_path / "b") == ["base"]
     with pytest.raises(OSError):  # but a folder without a model stays
         rollout.write_folder(str(tmp_path), tokenizer, models[0], replace=False)
 
@@ -1441,16 +1443,18 @@ def test_rollout_base_policy_of_two_builders(tmp_path, monkeypatch):
 # A row: spellings of one answer, the data set's first. Of numbers in a text, then of other answers.
 ROLLOUT_NUMBERS = [row.split(" | ") for line in r"""
 72 | 72. | $72$ | 72.0 | \$72 | +72 | x = 72 | 072 | 72 dollars | 72^\circ | 72^{\circ} | \text{72}
-50\% | 50% | 50 percent | 0.5 | 1/2 | \frac{1}{2} | .5 | \frac12 | \dfrac12 | \tfrac{1}{2}
+50\% | 50% | 50 percent | 0.5 | 1/2 | \frac{1}{2} | .5 | \frac12 | \dfrac12 | \tfrac{1}{2} | ½
 144 | \dfrac{288}{2} | \(144\) | 144\,\mathrm{cm} | 144 square units |  144 \text{ hours}. | 288/2
 1,234 | 1234 | 1{,}234 | 1,\!234 | 1\,234 | 1234.00 | \$1,234 | 1,234 miles | 1234. | 1{,}234.0
 \frac{1}{4} | \frac1{4} | \frac{1}4 | 2/8 | \frac{-1}{-4} | \frac{.5}{2}
 -\frac{1}{2} | \frac{-1}{2} | \frac{1}{-2} | -1/2 | -.5 | −0.5 | x=-\frac12
-\frac{3}{2} | 1\frac{1}{2} | 1\frac12 | 1 1/2 | 1.5; 3 \cdot 10^5 | 3\times 10^5 | 3 × 10^5
+\frac{3}{2} | 1\frac{1}{2} | 1\frac12 | 1 1/2 | 1.5 | 1½; 1000 | 10**3 | 1 000
+3 \cdot 10^5 | 3\times 10^5 | 3 × 10^5
 10000000000000000 | 1e16 | 1E+16 | 10^{16} | 10^16 | 1 \times 10^{16} | 10,000,000,000,000,000
 0.00001 | 1e-5 | 1 \times 10^{-5} | 10^{-5} | 10⁻⁵ | \frac{1}{10^5} | 1/100000 | 0.001\% | 1 x 10^-5
 4.5e33 | 4.5 \times 10^{33} | 45\cdot 10^{32} | 4500000000000000000000000000000000
 5000000 | 5\text{ million} | 5 million | 5{,}000{,}000 | 5,000,000 | \$5 million dollars
+6000000 | 6 millions | 6 000 000 | 6 000 000 | 6 \text{ millions}
 5 | x = 5 | y = 5. | 5\text{ cm} | 5\text{ m} | \$5 | \textbf{5} | (5) | 5 degrees | 5
 60\text{ miles per hour} | 60 mph | 60
 """.strip().splitlines() for row in line.split("; ")]
@@ -1463,6 +1467,8 @@ ROLLOUT_OTHERS = [row.split(" | ") for line in r"""
 \frac{\sqrt{3}}{2} | \sqrt{3}/2 | \frac{\sqrt3}2 | \dfrac{\sqrt 3}{2} | √3/2 | \sqrt3/2
 no solution | No solution | \text{no solution} | \textbf{No solution.}; (10,100) | (10, 100)
 -\frac{\pi}{6} | \frac{-\pi}{6} | -\pi/6 | -\dfrac\pi6; x^2+5 | x^{2} + 5; x \leq 3 | x\le 3
+\frac{1}{\sqrt{2}} | 1/\sqrt{2} | 1/√2 | \frac1{\sqrt2}; \frac{2\pi}{3} | \frac23\pi | 2\pi/3 | 2π/3
+-\frac{\pi}{2} | -\frac12 \pi | -\frac{1}{2}\pi | -\pi/2; 25\pi | 25\pi\text{ cm}^2 | 25 \pi cm²
 \left( 3, \frac{\pi}{2} \right) | (3,\pi/2) | \bigl(3.0,\,\tfrac{\pi}{2}\bigr)
 \left[0,100\right) | [0, 100) | x \in [0,100) | [0,\;100.0); 0,100 | 0, 100 | 100 and 0
 \text{(C)} | C | (C) | \textbf{C} | \mathrm{C}; (1,2), (3,4) | \{(3,4),(1,2)\} | (3,4),(1,2)
@@ -1472,7 +1478,7 @@ no solution | No solution | \text{no solution} | \textbf{No solution.}; (10,100)
 \pm\sqrt{3} | \{\pm \sqrt3\} | x = \pm√3 | -\sqrt3 \text{ or } \sqrt3; (x,y) = (1,2) | (1, 2)
 2x + 3 | y = 2x + 3 | f(x) = 2x + 3 | 2x+3; (1{,}000, 2) | (1000,2) | (1\,000, 2.0)
 \text{Evelyn} | Evelyn | \textbf{Evelyn} | \mbox{Evelyn}.; \langle 1,2,3,4\rangle | <1, 2.0, 3, 4>
-x=1, y=2 | y = 2 \text{ and } x = 1.0 | 1, 2; x = 7, 8 | x = 7 \text{ or } x = 8 | \{7, 8\}
+x=1, y=2 | y = 2 \text{ and } x = 1.0; x = 7, 8 | x = 7 \text{ or } x = 8 | \{7, 8\}
 \begin{pmatrix}-2 \\ \frac12\end{pmatrix} | \begin{pmatrix}-2\\\frac{1}{2}\end{pmatrix}
 \begin{pmatrix} 1/5 \\ -3.6 \end{pmatrix} | \begin{bmatrix} \frac15\\\frac{-18}{5}\\\end{bmatrix}
 """.strip().splitlines() for row in line.split("; ")]
@@ -1487,6 +1493,8 @@ x\le 5 | x<5; 5 | \approx 5; 5 | \ne 5; x>3 or x<1 | x>3 and x<1; (1,2) | [1,2];
 2\frac{-\pi}{6} | 2-\frac{\pi}{6}; 1e16 | 1e15; <1,2,3,4> | <1,3,2,4>; 5 thousand | 5 million; C | D
 \begin{vmatrix}1\end{vmatrix} | \begin{pmatrix}1\end{pmatrix}; 72 | 27; 72 | -72; (1,234) | 1234
 \begin{pmatrix}1,2\end{pmatrix} | \begin{pmatrix}2,1\end{pmatrix}; (1,2) | (2,1); 1,2 | 1; 52_8 | 52
+x=1, y=2 | 2, 1; x=1, y=2 | 1, 2; \sin 30 | \sin 30^\circ; 2x-3 | 2x-3\text{ cm}; x | x\text{ cm}
+5 million | 5 m; \frac{2}{3}\pi | \frac{2}{3\pi}; 1/2\sqrt{2} | \frac{1}{2\sqrt{2}}; 3n | 3n\,mi
 0.333 | 1/3; x^2 | x2; 10 | 1; \frac{1}{0} | \frac{2}{0}; 2^{10} | 1024; 2\cdot\frac12 | 2.5
 \sqrt{23} | \sqrt23; 1-2 | 1+2; \frac{-1+x}{2} | -\frac{1+x}{2}; 3cm | 3\text{ m}; 3cm | 3xcm
 4^\circ | 4 radians; 9\text{ m}^2 | 9\text{ m}; 8 dollars | 8 cents; 11 km/h | 11\text{ m/s}
@@ -1530,7 +1538,13 @@ def test_rollout_box_is_the_last_one_closed():
         "**Answer: 34**", "Answer:\n34", "Answer: 1\nAnswer: 34", "### Final answer: 34.",
         r"Answer: \(34\)"],
      ["Answer: 34\nAnswer: 35", "The answer is 34", "34", "", "Answer:", r"\boxed{34}",
-      "Answer: 34 or 35", r"Answer: \boxed{34", "Answer: 34}", "Answer: " + "{" * 10**5])])
+      "Answer: 34 or 35", r"Answer: \boxed{34", "Answer: 34}", "Answer: " + "{" * 10**5]),
+    (rollout.VERIFIERS["answer"], "z^*", [
+        "Answer: z^*", "* Answer: z^*", "**Answer:** z^*", "**Answer: z^***",
+        "_Answer:_ **$z^*$**.", "**Answer:**\n**z^***"],
+     ["Answer: z", "**Answer: z^**", "Answer: z^**"]),
+    (rollout.VERIFIERS["answer"], "5", ["- **Answer: 5**.", "Answer: **5**", "__Answer: 5__"],
+     ["Answer: 5**2"])])
 def test_rollout_verdicts_by_hand(verify, answer, right, wrong):
     """The last box, the last number by its value, the last line `Answer: …`, boxed or not."""
     assert [verify(text, answer) for text in right + wrong] == [1.0] * len(right) + [-1.0] * len(
@@ -1715,7 +1729,12 @@ def test_rollout_every_layout_and_answer_loads(tmp_path, capsys):
         *({"question": "q", "reward_model": {"ground_truth": x}} for x in (
             ["1", "2"], [], [["1"]], {"a": 1}, '["1", "2"]', "['1','2']", '["1"', '{"a": 1}', "[]",
             "[null]", True, float("nan"), float("inf"), "NaN", "null", " ", "5}", "{5",
-            "\frac{1}{2}", "3 \times 5", r"\text{}", '["\\frac{1}{2}"]'))])])
+            "\frac{1}{2}", "3 \times 5", r"\text{}", '["\\frac{1}{2}"]', "\theta", "2\tan x",
+            "\rho", "\ne 5", "\nabla f", "\boxed{\theta}", "5\u200b", "\ufeff5", "\ud800",
+            "\ue000")),
+        b'{"question": "q", "reward_model": {"ground_truth": "\\\\boxed{\\tau}"}}']),
+    ("expected a JSON object, found broken", [
+        b'{"question": "q", "answer": 1e99999999999999999999}'])])
 def test_rollout_bad_line_is_named(tmp_path, words, rows):
     """A line that does not fit raises one sentence with file, line, expected and found."""
     for row in rows:
@@ -2732,9 +2751,9 @@ def test_train_router_replay(tmp_path, monkeypatch):
                  moe_intermediate_size=16, num_hidden_layers=3, initializer_range=0.3)
     for flag in ("--no-router-replay", "--router-replay"):
         b, _ = _train_rollout(_train_run(None, monkeypatch, f"{flag} --model {tmp_path}/moe "
-                              "--method spo --rollout-batch 32 --rollout-dtype bfloat16"))
+                              "--method spo --rollout-batch 64 --rollout-dtype bfloat16"))
         off.append((b.logp_old - b.logp_roll)[b.mask].abs())
-    assert off[1].mean() < 0.7 * off[0].mean() and off[1].max() < off[0].max()
+    assert off[1].mean() < 0.9 * off[0].mean() and off[1].max() < 0.5 * off[0].max()
 
 
 @pytest.mark.parametrize("flags", ["s3ac", "asyppo --k 4", "grpo-x --k 2 --selection greso",
@@ -2890,6 +2909,25 @@ def test_train_two_ranks_are_one_process(train_base, monkeypatch, tmp_path, flag
 
 # ---- train.py: at the borders --------------------------------------------------------------------
 
+def test_train_says_which_flags_have_no_effect(capsys):
+    """Flags that the method or another flag leaves unused are named, and only a verifier that reads
+    a box brings the request for one."""
+    for flags, idle in (("--method grpo --lam 1 --pool-size 9 --lr 1", "--lam, --pool-size"),
+                        ("--lam 1 --alpha 2 --n-c 1", "--alpha"), ("--lam 0 --alpha 2 --k 2", ""),
+                        ("--pool p --pool-size 9 --pool-models m --pretrain-size 9",
+                         "--pool-size, --pool-models"), ("--method genac --critic c --icc", ""),
+                        ("--method genac --write-prompts p --traces t --vine-k 3",
+                         "--traces, --vine-k"), ("--k 8 --filter-rounds 2 --decay 1", ""),
+                        ("--loss flash --eps-low 1 --delta 1 --filter-rounds 2",
+                         "--eps-low, --filter-rounds"), ("--preset small --method spo", "")):
+        train.parse(flags.split())
+        assert capsys.readouterr().out == (f"without effect in this run: {idle}\n" if idle else "")
+    for verifier in rollout.VERIFIERS:
+        boxed = verifier in ("boxed", "math_verify")
+        assert train.parse(["--model", "m", "--verifier", verifier])[0].instruction == (
+            train.BOXED if boxed else "")
+
+
 @pytest.mark.parametrize("name, refused, config", [
     ("gemma2", True, dict(final_logit_softcapping=3.0, head_dim=8)), ("phi", True, {}),  # a bias
     ("granite", True, dict(logits_scaling=4.0)), ("cohere", True, dict(logit_scale=0.2)),
@@ -2931,6 +2969,12 @@ def test_train_borders_fingerprints(train_go, train_data, capsys):
         refused("--resume r", "expected one made with this run's problems", other)
     open("d.jsonl", "w").writelines(row.replace("prompt", "question") for row in train_data)
     assert train_go("--resume r --steps 3") == 0  # the same problems
+    for file, key, value in (("tokenizer_config", "chat_template", "{{ messages[0].content }}?"),
+                             ("generation_config", "eos_token_id", [3, 5])):
+        data = json.load(open(f"m/{file}.json"))
+        json.dump(data | {key: value}, open(f"m/{file}.json", "w"))
+        refused("--resume r", "expected one made with this run's prompt and end tokens")
+        json.dump(data, open(f"m/{file}.json", "w"))
     text = open("m/tokenizer.json").read().replace('"a": 10', '"b": 10')
     open("m/tokenizer.json", "w").write(text.replace('"b": 11', '"a": 11'))
     for flags in ("--resume r", "--model m --critic run/critic", "--model m --pool run/pool"):
@@ -2994,8 +3038,16 @@ def test_train_borders_a_folder_has_one_owner(train_go, train_base, capsys):
         assert train_go(f"--steps 1 --max-prompt 2 --out {out}") == 2
         assert "--max-prompt" in capsys.readouterr().err
     assert not os.path.exists("new")
-    open("run/log.txt", "w").write("mine")
-    assert train_go("--resume run --steps 4") == 0 and os.path.exists("run/log.txt")
+    for out in ("run/actor", "run/mine/deeper"):  # an export would replace it
+        assert train_go(f"--steps 1 --method spo --out {out}") == 2
+        assert "--out: expected a folder outside of other runs" in capsys.readouterr().err
+    open("run/log.txt", "w").write("mine"), open("run/actor/card.md", "w").write("mine")
+    assert train_go("--resume run --steps 4") == 0
+    assert os.path.exists("run/log.txt") and os.path.exists("run/actor/card.md")
+    for gone in ("checkpoints", "result.json"):  # of a run that has done something
+        os.rename(f"run/{gone}", f"kept-{gone}")
+        assert train_go("--steps 1 --out run") == 2
+        assert "found one in run (without checkpoints)" in capsys.readouterr().err
     if not (pid := os.fork()):
         lock = train.own_folder("g")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -3101,7 +3153,13 @@ def test_train_borders_before_anything_is_sampled(train_go, train_base, monkeypa
     assert "accept every answer of the data, found number, which rejects 2 of them" in (
         capsys.readouterr().err)
     vp.TrajectoryPool("empty")
-    assert train_go("--pool empty --out q") == 2 and "--pool: " in capsys.readouterr().err
+    open("t.jsonl", "w").write('{"problem": "+7!d=3"}\n')
+    genac_flags = "--method genac --critic BASE --reply 8 --context"
+    for flags, words in (("--pool empty", "--pool: "),
+                         (f"{genac_flags} 20", "context: expected room"),
+                         (f"{genac_flags} 60 --traces t.jsonl", "t.jsonl, line 1: expected a text"),
+                         ("--method vine-ppo --delimiter ab", "delimiter: expected text inside")):
+        assert train_go(f"--out q {flags}") == 2 and words in capsys.readouterr().err, flags
 
 
 # ---- figures/lab.py, compare.py, values.py -------------------------------------------------------
@@ -3196,7 +3254,9 @@ def test_figures_errors_are_one_sentence(capsys, monkeypatch):
     assert "Traceback" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for flags, message in (
-            ("single --lrs 1e-4;2e-4", "--lrs: expected learning rates separated by commas"),
+            ("single --lrs 1e-4;2e-4", "--lrs: rates separated by commas"),
+            ("single --lrs 0,1e-4", "expected a number above 0, found 0"),
+            ("single --folder=", "--folder: expected the name of a folder"),
             ("single --seeds 0", "--seeds: expected 1 or more, found 0"),
             ("single --steps", "--steps: expected a value, found no argument"),
             ("singel", "names: expected some of whiten, single, group, daps, loss, sweep, "
@@ -3523,6 +3583,20 @@ def test_project_demos_run(tmp_path):
     for run in runs:
         text = run.communicate()[0]
         assert run.returncode == 0 and len(text) > 200, (run.args, text)
+
+
+def test_project_demos_refuse_in_one_sentence(tmp_path):
+    """Flags out of range, unknown or empty: status 1, or argparse's 2, and no traceback."""
+    runs = [(line, subprocess.Popen(
+        [sys.executable, *line.split(" ")], cwd=PROJECT, stdout=-1,
+        stderr=-1, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})) for line in (
+        "gae.py --foo", "actor_loss.py --foo", "critic.py --hidden 7", "daps.py --batch 5000",
+        "rollout.py --seed -1", "value_pretrain.py --pool=", f"genac.py --critic {tmp_path}")]
+    for line, run in runs:
+        out, error = run.communicate()
+        last = error.strip().splitlines()[-1]
+        assert run.returncode in (1, 2) and not out and "error: " in last, (line, error)
+        assert "Traceback" not in error and (run.returncode == 2 or error.count("\n") == 1), line
 
 
 def test_project_readme_blocks_run_as_printed(train_go, monkeypatch):

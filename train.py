@@ -418,7 +418,7 @@ class Config:
     data: str = flag("", "JSONL of problems; empty: the embedded task")
     eval_data: str = flag("", "JSONL to evaluate on; empty: a held-out part of the data")
     steps: int = flag(200, "rollout batches", low=1)
-    seed: int = flag(0, "seed of everything random", low=0)
+    seed: int = flag(0, "seed of everything random", low=0, high=2**62)
     out: str = flag("", "run folder; empty: a new one under runs/")
     target: float = flag(0.0, "exit with status 1 if the success at the end is below this")
     device: str = flag("auto", "auto, cpu or cuda")
@@ -571,9 +571,14 @@ def unescaped(text: str) -> str | None:
 
 def segments(run: Run, batch: Batch) -> tuple[list[str], Tensor, Tensor, Tensor]:
     """What GenAC's critic judges: B questions; response tokens, mask and segment starts [B, T]."""
-    prompts, T = [run.problems[i].prompt for i in batch.prompt_id.tolist()], batch.mask.shape[1]
-    questions = [x if isinstance(x, str) else x[-1]["content"] for x in prompts]
+    T, ids = batch.mask.shape[1], batch.prompt_id.tolist()
+    questions = [question(run.problems[i]) for i in ids]
     return questions, batch.tokens[:, -T:], batch.mask, step_starts(run, batch)
+
+
+def question(problem: rollout.Problem) -> str:
+    """The text that the user asks last."""
+    return problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
 
 
 def vine_value(run: Run, batch: Batch, V: Tensor, rng: torch.Generator) -> Estimate:
@@ -680,7 +685,10 @@ def parse(argv: list[str]) -> tuple[Config, bool]:
     if "resume" in given:
         return resumed(given.pop("resume"), given), True
     preset = given.pop("preset", "" if given.get("model") or given.get("data") else "tiny")
-    return resolve(replace(Config(**PRESETS.get(preset, {})), **given)), False
+    cfg = resolve(replace(Config(**PRESETS.get(preset, {})), **given))
+    if idle := [f"--{name.replace('_', '-')}" for name in given if name in without_effect(cfg)]:
+        print(f"without effect in this run: {', '.join(idle)}")
+    return cfg, False
 
 
 def resolve(cfg: Config) -> Config:
@@ -688,7 +696,7 @@ def resolve(cfg: Config) -> Config:
     expect("method", METHODS, cfg.method)
     brought = METHODS[cfg.method]._asdict()
     brought["verifier"] = "answer" if asks_for_answer_line(cfg.data) else "boxed"
-    brought["instruction"] = BOXED if (cfg.verifier or brought["verifier"]) != "answer" else ""
+    brought["instruction"] = BOXED if (cfg.verifier or brought["verifier"]) in BOXES else ""
     brought |= zip(("eps_low", "eps_high"), EPS.get(cfg.loss or brought["loss"], ()))
     new = time.strftime(f"runs/%Y%m%d-%H%M%S-{cfg.method}-{cfg.seed}-{os.getpid()}")
     return replace(cfg, out=cfg.out or new, **{
@@ -705,6 +713,30 @@ def asks_for_answer_line(path: str) -> bool:
 
 
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
+BOXES = "boxed", "math_verify"  # the verifiers that read a box
+
+
+def without_effect(cfg: Config) -> set[str]:
+    """The fields that this method and the other flags leave unused."""
+    method, value = METHODS[cfg.method], METHODS[cfg.method].value
+    heads, judged = value in ("critic", "critics"), value == "generative"
+    pool, lam = heads and not cfg.critic and cfg.pretrain != "none", method.advantage in (
+        "gae", "token", "evpo", "agree", "segments")
+    used = {
+        "critic_lr": heads or judged, "pretrain": heads and not cfg.critic, "lam": lam,
+        "critic_lam critic_epochs critic_clip_norm critic_clip_split value_clip": heads,
+        "pretrain_freeze pretrain_size pretrain_epochs pretrain_batch pretrain_lr "
+        "pretrain_lr_final": pool, "pool_size": pool and not cfg.pool,
+        "pool_models pool_temperatures": pool and not cfg.pool and cfg.pretrain == "coverage",
+        "alpha": lam and not cfg.lam, "candidates": cfg.selection in ("daps", "pcl"),
+        "a_min n_c daps_uniform daps_ramp": cfg.selection == "daps",
+        "decay": cfg.selection == "daps" or value == "tracker",
+        "filter_rounds": method.filter and cfg.k > 1, "delta": cfg.loss == "flash",
+        "eps_low eps_high": cfg.loss in EPS, "vine_k": value == "vine",
+        "token_low token_high response_high": cfg.loss != "flash", "icc context reply": judged,
+        "delimiter": judged or value == "vine", "n_prompts": cfg.write_prompts,
+        "traces baseline": judged and not cfg.write_prompts}
+    return {name for names, use in used.items() if not use for name in names.split()}
 
 
 def resumed(folder: str, given: dict) -> Config:
@@ -774,7 +806,7 @@ def requirements(cfg: Config) -> Iterator[tuple[str, str, Any]]:
            cfg.model or not cfg.data)
     yield "data", "a JSONL file beside --model (or --verifier chain, for the embedded task)", (
         cfg.data or not cfg.model or cfg.verifier not in (
-            "boxed", "answer", "number", "math_verify"))
+            *BOXES, "answer", "number"))
     yield "sampler", "generate for --router-replay, since it notes the expert choices", (
         not cfg.router_replay or cfg.sampler == "generate")
     yield "device", "auto, cpu or cuda[:N]", re.fullmatch(r"auto|cpu|cuda(:\d+)?", cfg.device)
@@ -945,13 +977,10 @@ def setup(cfg: Config) -> Run:
     sampler = sampling_copy(cfg, model, size, device)
     actor = shard(Actor(model, cfg.temperature, cfg.router_replay), model.config, cfg, size, device)
     opt = FiniteAdamW(actor, cfg.lr, weight_decay=cfg.weight_decay, name="actor")
-    eos_id = rollout.eos_ids(model, tokenizer)
-    for text in cfg.stop.split(",") if cfg.stop else ():
-        ids = tokenizer.encode(unescaped(text) or text, add_special_tokens=False)
-        expect("stop", "texts of one known token each", cfg.stop,
-               len(ids) == 1 and ids[0] != tokenizer.unk_token_id)
-        eos_id += ids
-    run = Run(cfg, METHODS[cfg.method], device, tokenizer, eos_id, problems, prompts, held_out,
+    ends = rollout.eos_ids(model, tokenizer) + stop_ids(cfg, tokenizer)
+    if cfg.delimiter:  # ValueError if no token has it
+        genac.delimiter_ids(tokenizer, unescaped(cfg.delimiter))
+    run = Run(cfg, METHODS[cfg.method], device, tokenizer, ends, problems, prompts, held_out,
               eval_prompts, actor, opt, rank, size, sampler=sampler,
               routing=rollout.Routing(sampler) if cfg.router_replay else None)
     run.origin = fingerprints(run)
@@ -964,10 +993,20 @@ def setup(cfg: Config) -> Run:
     return run
 
 
+def stop_ids(cfg: Config, tokenizer: Any) -> list[int]:
+    """The tokens of --stop."""
+    texts = [unescaped(text) or text for text in cfg.stop.split(",") if text]
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    expect("stop", "texts of one known token each", cfg.stop,
+           all(len(x) == 1 and x[0] != tokenizer.unk_token_id for x in ids))
+    return sum(ids, [])
+
+
 def expect_answerable(verifier: str, problems: list[rollout.Problem]) -> None:
-    """ValueError if an answer cannot be met: each is right in a box, but `number` reads no text."""
-    wrong = [p.answer for p in problems if verifier == "number" and rollout.number_reward(
-        p.answer, p.answer) < 0]
+    """ValueError if a reply of an answer alone is not right (in a box all are: `load_problems`)."""
+    form = {"number": "%s", "answer": "Answer: %s", "chain": "%s"}.get(verifier)
+    wrong = [p.answer for p in problems if form and rollout.VERIFIERS[verifier](
+        form % p.answer, p.answer) < 0]
     expect("verifier", "one that can accept every answer of the data",
            f"{verifier}, which rejects {len(wrong)} of them, as {wrong[:1]}", not wrong)
 
@@ -985,13 +1024,15 @@ def sampling_copy(cfg: Config, model: nn.Module, size: int, device: torch.device
 
 
 def fingerprints(run: Run) -> dict[str, str]:
-    """What belongs together: what 64 ids of the tokenizer decode to, and the training problems."""
+    """What belongs together: what 64 ids of the tokenizer decode to, the problems, and the ids that
+    chat template and instruction make of them, with those that end a response."""
     step = max(1, len(run.tokenizer) // 64)
     last = range(max(0, len(run.tokenizer) - 64), len(run.tokenizer))  # added tokens
     texts = [run.tokenizer.decode([i]) for i in [*range(0, len(run.tokenizer), step), *last]]
     problems = [[p.prompt, p.answer] for p in [*run.problems, *run.eval_problems]]
-    return {name: hashlib.sha256(json.dumps(x).encode()).hexdigest()[:12]
-            for name, x in (("tokenizer", texts), ("problems", problems))}
+    ids = [run.prompts, run.eval_prompts, sorted(run.eos_id)]
+    return {name: hashlib.sha256(json.dumps(x).encode()).hexdigest()[:12] for name, x in (
+        ("tokenizer", texts), ("problems", problems), ("prompt and end tokens", ids))}
 
 
 def expect_origin(flag: str, run: Run, there: dict[str, str], *names: str) -> None:
@@ -1157,6 +1198,10 @@ def prepare_critic(run: Run) -> None:
             icc=cfg.icc, context=cfg.context, max_new_tokens=cfg.reply)
         run.generative_opt = FiniteAdamW(
             model, cfg.critic_lr, weight_decay=0.0, name="generative critic")
+        longest = max(map(question, run.problems), key=len)  # has it room in the critic's context?
+        genac.encode_state(run.generative, genac.State(longest, "", size, 0.5))
+    if cfg.traces:  # wrong ones are refused now, and read once the actor's success is known
+        genac.load_traces(cfg.traces)
 
 
 # ---- forward passes, by parts --------------------------------------------------------------------
@@ -1445,11 +1490,22 @@ RUN_FILES = {"", "actor", "checkpoints", "config", "critic", "critic-pretrained"
              "pretrain-second", "result", "second", "values"}  # by the name before the first dot
 
 
+def has_run(out: str) -> bool:
+    """Whether a folder holds a run that has done a step, also if its checkpoints are gone."""
+    lines = Path(out, "metrics.jsonl")
+    return bool(checkpoints(out)) or os.path.exists(os.path.join(out, "result.json")) or (
+        lines.is_file() and "rollout/success" in lines.read_text(errors="replace"))
+
+
 def own_folder(out: str, resumes: bool = False) -> Any:
     """The run folder, this process's own as long as the returned file is open: a lock that ends
     with the process. ValueError if another one has it, or if it holds what no run has written."""
     import fcntl  # where there is none, on Windows, there is no torch.distributed either
 
+    outer = [x.parent for x in (y / ".lock" for y in Path(out).resolve().parents)
+             if x.is_file() and x.read_text(errors="replace").startswith("process ")]
+    expect("out", "a folder outside of other runs", f"{out} in the run {outer and outer[0]}",
+           not outer)
     os.makedirs(out, exist_ok=True)
     there = sorted(os.listdir(out))  # a run's folder has a lock, and a resumed one may hold notes
     foreign = [x for x in there if x.split(".")[0] not in RUN_FILES or ".lock" not in there]
@@ -1591,14 +1647,15 @@ def load(run: Run) -> None:
     paths = checkpoints(run.cfg.out)
     path = next((x for x in reversed(paths) if whole(x)), None)
     damaged = [x for x in paths if path is None or x > path]
+    expect("resume", "a whole checkpoint in checkpoints/", f"none in {run.cfg.out}" + (
+        f", where {', '.join(damaged)} are damaged, by their checksums" if damaged else ""), path)
     if damaged:
         print(f"damaged, by their checksums: {', '.join(damaged)}; going on from {path}")
-    expect("resume", "a whole checkpoint in checkpoints/", f"none in {run.cfg.out}", path)
     try:  # weights_only: no file runs code
         state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
         expect("resume", "checkpoints under their own names", f"step {state['step']} in {path}",
                path.endswith(f"step-{state['step']:06d}"))
-        expect_origin("resume", run, state["origin"], "tokenizer", "problems")
+        expect_origin("resume", run, state["origin"], *run.origin)
         for name, part in run.trained.items():
             restore(*part, state[name])
     except (KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
@@ -1700,6 +1757,8 @@ def pretrain_critics(run: Run, pool: TrajectoryPool) -> None:
     print("\nshare correct (trajectories) by length and policy\n"
           + format_coverage(coverage_table(pool.index)) + "\n")
     n = min(cfg.pretrain_size or -(-2 * len(pool) // 3), len(pool))
+    if n < cfg.pretrain_size:
+        print(f"--pretrain-size {cfg.pretrain_size:,}: the pool has {n:,}, all are taken")
     rows = (pool.sample(n, seed=cfg.seed) if cfg.pretrain == "coverage" else
             np.sort(np.random.default_rng(cfg.seed).permutation(len(pool))[:n]))
     recipe = Recipe(
@@ -1938,8 +1997,9 @@ def main(argv: list[str]) -> int:
         try:
             cfg, resumes = parse(argv)
             check(cfg)
-            expect("out", "a folder without a run", f"one in {cfg.out} (--resume goes on with it)",
-                   resumes or not checkpoints(cfg.out))
+            found = "--resume goes on with it" if checkpoints(cfg.out) else "without checkpoints"
+            expect("out", "a folder without a run", f"one in {cfg.out} ({found})",
+                   resumes or not has_run(cfg.out))
             if cfg.write_prompts:
                 return write_oracle_prompts(cfg)
             lock = rank or own_folder(cfg.out, resumes)  # held until the process ends

@@ -611,8 +611,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the demo")
     args = parser.parse_args()
     try:
-        _show(TrajectoryPool.open(args.pool)) if args.pool else _demo(args.seed)
-    except ValueError as error:
+        _demo(args.seed) if args.pool is None else _show(TrajectoryPool.open(args.pool))
+    except (ValueError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

@@ -263,11 +263,11 @@ def body(args: argparse.Namespace) -> None:
     """Runs the comparisons named, then draws."""
     if not (args.names or args.plot):
         raise ValueError(f"names: expected some of {', '.join(COMPARISONS)}, found none")
-    rate = r"\d+(\.\d+)?(e-?\d+)?"
-    if not re.fullmatch(f"{rate}(,{rate})*", args.lrs):
-        raise ValueError("--lrs: expected learning rates separated by commas, as 5e-5,1e-4; "
-                         f"found {args.lrs}")
     args.lrs = args.lrs.split(",")
+    try:
+        [lab.above_0(lr) for lr in args.lrs]
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--lrs: rates separated by commas, as 5e-5,1e-4; {error}") from None
     if len(args.lrs) > 1 and not args.tune_seeds:
         raise ValueError("--tune-seeds: expected 1 or more with several rates in --lrs, found 0")
     if args.names:

@@ -106,9 +106,10 @@ def run_jobs(jobs: list[Job], folder: str, workers: int = 2, *, title: str = "")
                 if not job.quiet:
                     tqdm.write(f"{job.name}: {line}")
     finally:
-        for _, process in running:
+        started = [process for _, process in running if process.pid]
+        for process in started:
             process.terminate()  # a training run saves after its step
-        for _, process in running:
+        for process in started:
             process.join()
         bar.close()
     return {job.name: result(job, folder) for job in jobs}
@@ -294,9 +295,12 @@ def parser(name: str, text: str, flags: dict[str, tuple], *, tiny: bool = False,
             {x: COMMON[x] for x in common} | flags).items():
         value = small if tiny else default
         value = value.format(name) if isinstance(value, str) else value
+        read = (whole(*least) if isinstance(value, (int, tuple)) else above_0
+                if isinstance(value, float) else read_if(
+                    lambda x, flag=flag: x or flag != "folder", "the name of a folder"))
         kind = (dict(action="store_true") if isinstance(value, bool) else dict(
-            default=value, metavar="X", nargs=len(value) if isinstance(value, tuple) else None,
-            type=whole(*least) if isinstance(value, (int, tuple)) else type(value)))
+            default=value, metavar="X", type=read,
+            nargs=len(value) if isinstance(value, tuple) else None))
         out.add_argument("--" + flag.replace("_", "-"), help=f"{meaning} [{value}]", **kind)
     return out
 
@@ -314,6 +318,11 @@ def read_if(valid: Callable[[str], Any], expected: str, kind: type = str) -> Cal
 def whole(least: int = 1) -> Callable[[str], int]:
     """A flag's type: a whole number of `least` or more."""
     return read_if(lambda x: re.fullmatch(r"\d+", x) and int(x) >= least, f"{least} or more", int)
+
+
+above_0 = read_if(
+    lambda x: re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", x) and 0 < float(x) < math.inf,
+    "a number above 0", float)
 
 
 def script(name: str, text: str, flags: dict[str, tuple], body: Callable, argv: list[str],
