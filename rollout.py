@@ -565,6 +565,8 @@ def _read_problem(text: str) -> Problem:
     _expect(complete and texts[-2:-1] == ["user"] and texts[-1].strip(),
             f"{key}: expected a text, or chat messages (role, content) that end with the user's, "
             f"not empty; found {prompt!r:.40}")
+    bent = re.search(r"[\x08\f][a-zA-Z]{0,9}", " ".join(texts))  # "\beta" and "\frac" in JSON
+    _expect(not bent, f"{key}: expected a text, found {bent and bent[0]!r} in it")
     return Problem(prompt, _gold(*answer), str(row.get("level", row.get("difficulty", ""))))
 
 

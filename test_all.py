@@ -1717,6 +1717,7 @@ def test_rollout_every_layout_and_answer_loads(tmp_path, capsys):
     (".*found none", [{}]),
     ("question: .*not empty", [{"question": " \n", "answer": "1"}]),
     ("question: .*found 5", [{"question": 5, "answer": "1"}]),
+    (r"question: .*found '.x0crac' in it", [{"question": "Is \frac{1}{2} 1?", "answer": "1"}]),
     ("prompt: .*user", [{"prompt": x, "answer": "1"} for x in (
         [], ["q"], [{"role": "user"}], [{"role": "system", "content": "q"}],
         [{"role": "user", "content": " "}])]),
@@ -3016,10 +3017,13 @@ def test_train_borders_resume(train_go, train_data, capsys):
     assert train_go("--resume r") == 0
     config = json.load(open("r/config.json"))
     for changed, status in (({k: x for k, x in config.items() if k != "critic_lam"}, 0),
-                            (config | {"steps": "3"}, 2)):
+                            (config | {"steps": "3"}, 2), (config | {"lr": None}, 2),
+                            (config | {"stop": 5}, 2), (config | {"lr": 0.5}, 2)):
         json.dump(changed, open("r/config.json", "w"))
         assert train_go("--resume r") == status
-    assert "--steps: expected" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--steps: expected a value of type int, found '3'" in error and "--lr: exp" in error
+    assert "config.json as the run began, found lr 0.001, now 0.5" in error
 
 
 def test_train_borders_a_folder_has_one_owner(train_go, train_base, capsys):
@@ -3504,7 +3508,7 @@ def test_figures_speed_memory_is_computed_to_a_fifth(H, I, L, recompute, dtype):
 
 
 def test_figures_speed_tables(capsys, monkeypatch):
-    """Tiny sizes print whole tables; calls alternate; a step's phases, their sum, ms a response.
+    """Tiny sizes print whole tables; calls take turns; a step's phases, their sum, ms a response.
     doubling = loop for every λ in float64; the closed form where λ^T is no tiny number."""
     case = torch.randn(3, 77).double(), torch.tensor([1.0, -1, 1]).double(), torch.ones(3, 77)
     estimators = speed.estimators()
@@ -3513,8 +3517,10 @@ def test_figures_speed_tables(capsys, monkeypatch):
             apart = estimators[name](*case, lam) - gae.gae_loop(*case, lam)
             assert apart.abs().max() < 1e-10, name
     order = []
-    timed = speed.alternate({x: lambda x=x: order.append(x) for x in "ab"}, 2)
-    assert order == [*"ababab"] and [len(pairs) for pairs in timed.values()] == [2, 2]
+    timed = speed.alternate({x: lambda x=x: order.append(x) for x in "ab"}, 9)
+    turns = [order[i : i + 2] for i in range(0, 20, 2)]
+    assert [*"ab"] in turns and [*"ba"] in turns and all(len({*x}) == 2 for x in turns)
+    assert [len(pairs) for pairs in timed.values()] == [9, 9]
     speed.gae_table(((2, 5), (3, 7)), 1), speed.sampler_table("", 3, 4, 2, 0)
     row = {"rollout/success": 0.5, "rollout/sampled": 50, "time/rollout": 1.0, "time/actor": 4.0}
     rows = [{"eval/avg@1": 0.1}, row | {"time/actor": 99.0}, row, row]

@@ -652,9 +652,12 @@ SECTIONS = dict(method="run", rollout_batch="rollout", loss="actor", critic="cri
                 traces="generative critic", pretrain="value pretraining",
                 selection="prompt selection", eval_every="evaluation and files")
 TYPES = {"int": int, "float": float, "str": str}
+KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 # Fields that may change when a run is resumed: they do not change what the next step computes.
 FREE_ON_RESUME = {"steps", "target", "device", "debug", "eval_every", "show_every", "save_every",
                   "keep"}
+# Folders and files may have moved; fingerprints say whether they are the same.
+PATHS = {"out", "model", "data", "eval_data", "critic", "traces", "pool", "pool_models"}
 BESIDE = """
 
 from the project's folder: python -m figures.compare (methods over seeds), figures.values RUN (what
@@ -757,14 +760,16 @@ def check(cfg: Config) -> None:
     """ValueError in one sentence for what can be seen wrong before any model is loaded."""
     for f in fields(Config):
         value, (_, choices, low, above, high) = getattr(cfg, f.name), f.metadata.values()
+        if value is None and f.default is None:  # no loss of this method has such a range
+            continue
+        expect(f.name, f"a value of type {f.type}", repr(value), isinstance(value, KINDS[f.type]))
         if choices is not None:
             expect(f.name, choices, value)
-        elif f.type in ("int", "float") and value is not None:
+        elif f.type in ("int", "float"):
             text = (f"a number above {above}" if above > -math.inf else f"{low} … {high}"
                     if high < math.inf else f"{low} or more" if low > -math.inf else "a number")
             expect(f.name, text, value,
-                   isinstance(value, (int, float)) and math.isfinite(value)
-                   and low <= value <= high and value > above)
+                   math.isfinite(value) and low <= value <= high and value > above)
     for name, expected, ok in [*requirements(cfg), *critic_requirements(cfg), *required_files(cfg)]:
         expect(name, expected, getattr(cfg, name) or "nothing", ok)
     if cfg.verifier == "math_verify":
@@ -1583,7 +1588,8 @@ def save(run: Run) -> None:
     elif run.rank == 0:
         write_checkpoint(run.cfg, path, run.sound, state | {
             "step": run.step, "sound": run.sound, "best": run.best, "before": run.before,
-            "origin": run.origin, "ranks": run.size, "streak": run.streak,
+            "origin": run.origin, "ranks": run.size, "streak": run.streak, "config": {
+                x: value for x, value in vars(run.cfg).items() if x not in FREE_ON_RESUME | PATHS},
             "daps": run.daps and run.daps.state_dict(),
             "actor_success": run.generative and run.generative.success.value})
     wait(run)
@@ -1656,6 +1662,9 @@ def load(run: Run) -> None:
         expect("resume", "checkpoints under their own names", f"step {state['step']} in {path}",
                path.endswith(f"step-{state['step']:06d}"))
         expect_origin("resume", run, state["origin"], *run.origin)
+        changed = [f"{x} {value!r}, now {getattr(run.cfg, x, None)!r}"
+                   for x, value in state["config"].items() if getattr(run.cfg, x, None) != value]
+        expect("resume", "config.json as the run began", ", ".join(changed), not changed)
         for name, part in run.trained.items():
             restore(*part, state[name])
     except (KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
@@ -1676,11 +1685,15 @@ def load(run: Run) -> None:
         for newer in damaged:
             shutil.rmtree(newer + ".damaged", ignore_errors=True)
             os.rename(newer, newer + ".damaged")
-        file = os.path.join(run.cfg.out, "metrics.jsonl")
-        lines = open(file, errors="replace").readlines() if os.path.exists(file) else []
-        rows = [(line, json_object(line)) for line in lines]  # {}: damaged, or torn by a kill
-        write_text(file, "".join(line for line, row in rows if row.get("step") == 0 or (
-            row.get("step", math.inf) <= run.step and "rollout/success" in row)))
+        cut_metrics(os.path.join(run.cfg.out, "metrics.jsonl"), run.step)
+
+
+def cut_metrics(file: str, step: int) -> None:
+    """Drops the lines after `step`, the last evaluation and what is damaged or torn by a kill."""
+    lines = open(file, errors="replace").readlines() if os.path.exists(file) else []
+    rows = [(line, json_object(line)) for line in lines]
+    write_text(file, "".join(line for line, row in rows if row.get("step") == 0 or (
+        row.get("step", math.inf) <= step and "rollout/success" in row)))
 
 
 def json_object(text: str) -> dict[str, Any]:

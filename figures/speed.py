@@ -8,8 +8,8 @@
     step     where the time of a step of S3AC and GRPO-X goes: the embedded task, on the CPU
     memory   computed, not measured: peak memory of Qwen2.5's sizes on 1 to 8 GPUs
 
-The calls of a bench alternate, A B C A B C …, and a figure is the median of its calls. Compare rows
-of one table, not of two runs.
+The calls of a bench take turns, in random order, and a figure is the median of its calls. Compare
+rows of one table, not of two runs.
 
     python -m figures.speed                            all of them, minutes
     python -m figures.speed sampler --model DIR        one of them, your model
@@ -17,6 +17,7 @@ of one table, not of two runs.
 import argparse
 import contextlib
 import multiprocessing
+import random
 import re
 import sys
 import tempfile
@@ -47,11 +48,11 @@ FLAGS = {  # name: default, default, what it is
 
 
 def alternate(calls: dict[str, Callable], repeats: int) -> dict[str, list[tuple]]:
-    """Name -> (seconds, result) of each call, in turn `repeats` times after one turn that does not
-    count. A call of more than two seconds is made once, and counts."""
-    timed = {name: [] for name in calls}
+    """Name -> (seconds, result) of each call, `repeats` times in turn, in random order, after one
+    turn that does not count. A call of more than two seconds is made once, and counts."""
+    timed, rng = {name: [] for name in calls}, random.Random(0)
     for _ in range(repeats + 1):
-        for name, call in calls.items():
+        for name, call in rng.sample([*calls.items()], len(calls)):
             if not timed[name] or timed[name][0][0] < 2:
                 start, result = time.perf_counter(), call()
                 if DEVICE == "cuda":
