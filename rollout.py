@@ -856,6 +856,8 @@ def _value(text: str, units: bool) -> str:
         power = power or {"square": "2", "sq": "2", "sq.": "2", "cubic": "3"}.get(prefix, "")
         per = UNITS.get(per, UNITS.get(f"~{per}", ""))
         unit = f" {UNITS[word]}{power}{per}{squared or ''}"
+        if text[0] + text[-1] == "()" and len(_split(text[1:-1])) == 1:
+            text = text[1:-1]
     if match := re.fullmatch(r"([-+]?)\\\$(.+)", text, re.S):
         text, unit = match[1] + match[2], " dollar"
     text, many = re.fullmatch(rf"(.*?)({MANY}|)", text, re.S).groups()

@@ -1469,6 +1469,7 @@ no solution | No solution | \text{no solution} | \textbf{No solution.}; (10,100)
 -\frac{\pi}{6} | \frac{-\pi}{6} | -\pi/6 | -\dfrac\pi6; x^2+5 | x^{2} + 5; x \leq 3 | x\le 3
 \frac{1}{\sqrt{2}} | 1/\sqrt{2} | 1/√2 | \frac1{\sqrt2}; \frac{2\pi}{3} | \frac23\pi | 2\pi/3 | 2π/3
 -\frac{\pi}{2} | -\frac12 \pi | -\frac{1}{2}\pi | -\pi/2; 25\pi | 25\pi\text{ cm}^2 | 25 \pi cm²
+3+\sqrt2 | 3+\sqrt{2}\text{ cm} | (3+\sqrt2)\text{ cm} | (3 + \sqrt{2})
 \left( 3, \frac{\pi}{2} \right) | (3,\pi/2) | \bigl(3.0,\,\tfrac{\pi}{2}\bigr)
 \left[0,100\right) | [0, 100) | x \in [0,100) | [0,\;100.0); 0,100 | 0, 100 | 100 and 0
 \text{(C)} | C | (C) | \textbf{C} | \mathrm{C}; (1,2), (3,4) | \{(3,4),(1,2)\} | (3,4),(1,2)
