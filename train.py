@@ -1663,7 +1663,8 @@ def load(run: Run) -> None:
                path.endswith(f"step-{state['step']:06d}"))
         expect_origin("resume", run, state["origin"], *run.origin)
         changed = [f"{x} {value!r}, now {getattr(run.cfg, x, None)!r}"
-                   for x, value in state["config"].items() if getattr(run.cfg, x, None) != value]
+                   for x, value in state.get("config", {}).items()
+                   if getattr(run.cfg, x, None) != value]
         expect("resume", "config.json as the run began", ", ".join(changed), not changed)
         for name, part in run.trained.items():
             restore(*part, state[name])
