@@ -508,9 +508,15 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, mask: Tensor) -> 
 PROMPT_KEYS = ("prompt", "problem", "question")
 ANSWER_KEYS = ("reward_model.ground_truth", "answer", "solution")
 LIST_AS_TEXT = re.compile(r"[\[{][\s\[]*[\"']|\[[^,()\[\]]*\]$")  # but [0, 1] is an interval
-NO_ANSWER = re.compile(  # a missing value, an unreadable list; "\frac", "\theta", "\ne" in JSON
-    r"^\s*(?:(?i:nan|null)\s*$|[\[{][\s\[]*[\"'])|[\x00-\x08\x0b\x0c\x0e-\x1f]|[\t\r][a-zA-Z]"
-    r"|\n(?:abla|e|eg|eq|exists|geq|gtr|i|leq|less|mid|ot|otin|u)(?![a-zA-Z])")
+NO_ANSWER = re.compile("|".join((
+    r"^\s*(?i:nan|null|n/a)\s*$", r"^\s*[\[{][\s\[]*[\"']", r"^\s*\[[^,()\[\]]*\]\s*$",  # no list
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f]", r"[\t\r][a-zA-Z]",  # "\frac", "\theta" as JSON reads them
+    r"\n(?:abla|cong|e|eg|eq|exists|geq|gtr|i|leq|less|mid|ot|otin|parallel|sim|subseteq|u)"
+    r"(?![a-zA-Z])", r"(?<!\\)\\\\(?:d?frac|sqrt|text|pi|left)",  # \\frac: one backslash too many
+    r"^[-?.:!\s]*$", r"^\s*[,;`#\"']", r"[,;`]\s*$", r"\*\*.+\*\*", r"(?i:\banswer\b.*\d)")))
+BENT = re.compile(  # the same in a prompt, where a tab before a word may be meant
+    r"[\x08\f][a-zA-Z]{0,9}|\t(?:imes|heta|ext(?:bf|it|rm)?\{|frac|riangle|herefore|ilde)"
+    r"|\r(?:ight|ho|angle|floor|ceil|brace)|\n(?:eq|abla|otin|mid|leq|geq)\b")
 
 
 @dataclass(frozen=True)
@@ -565,7 +571,7 @@ def _read_problem(text: str) -> Problem:
     _expect(complete and texts[-2:-1] == ["user"] and texts[-1].strip(),
             f"{key}: expected a text, or chat messages (role, content) that end with the user's, "
             f"not empty; found {prompt!r:.40}")
-    bent = re.search(r"[\x08\f][a-zA-Z]{0,9}", " ".join(texts))  # "\beta" and "\frac" in JSON
+    bent = BENT.search(" ".join(texts))
     _expect(not bent, f"{key}: expected a text, found {bent and bent[0]!r} in it")
     return Problem(prompt, _gold(*answer), str(row.get("level", row.get("difficulty", ""))))
 
@@ -574,7 +580,8 @@ def _gold(key: str, answer: Any) -> str:
     """The answer as one line of text that is right when it stands in a box; or ValueError."""
     if isinstance(answer, str) and LIST_AS_TEXT.match(answer.strip()):
         try:  # as in Skywork-OR1
-            answer = json.loads(re.sub(r"^\[\s*'([^'\"]*)'\s*\]$", r'["\1"]', answer.strip()))
+            answer = json.loads(re.sub(r"^\[\s*'([^'\"]*)'\s*\]$", r'["\1"]', answer.strip()),
+                                parse_float=Decimal)
         except (ValueError, RecursionError):
             pass
     if isinstance(answer, list) and len(answer) == 1:
@@ -585,10 +592,11 @@ def _gold(key: str, answer: Any) -> str:
     answer = f"{answer:f}" if isinstance(answer, Decimal) else str(answer)
     box = _last_box(answer)
     _expect(key != "solution" or box, r"solution: expected a closed \boxed{…} in it, found none")
-    answer = answer[box] if box else answer.rpartition("####")[2]
-    line = " ".join(answer.split())
-    _expect(not NO_ANSWER.search(answer) and line.isprintable()  # no zero-width space
-            and math_reward(rf"\boxed{{{line}}}", line) > 0,
+    mark, answer = ("", answer[box]) if box else answer.rpartition("####")[1:]
+    line, odd = " ".join(answer.split()), [c for c in answer if c.isdecimal() and not c.isascii()]
+    odd = odd or not line.isprintable() or mark and "\n" in answer.strip()  # a zero-width space
+    odd = odd or NO_ANSWER.search(answer)
+    _expect(not odd and math_reward(rf"\boxed{{{line}}}", line) > 0,
             f"{key}: expected an answer that a reply can give, found {answer!r:.60}")
     return line
 
@@ -666,7 +674,8 @@ def encode_prompts(
 # and no signal is used, so that a worker thread comes to the same verdict.
 
 MAX_CHARS = 500  # a longer answer is compared letter by letter
-BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(-?\d[\d.,/]*))|\\.|[{}]", re.S | re.A)
+BOX_OR_BRACE = re.compile(
+    r"\\(?:boxed|fbox)(?:\s*\{|\s+(-?\d(?:[\d.,/]*\d)?)(?![\w\\^]))|\\.|[{}]", re.S | re.A)
 
 
 def extract_boxed(text: str) -> str | None:
@@ -691,7 +700,12 @@ def _last_box(text: str) -> slice | None:
 
 # These closed lists say what is respelled or dropped. Everything else is part of an answer.
 SPELLING = {old: new for new, olds in {  # of LaTeX's tokens
-    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \textstyle \!",
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \biggl \biggr \Bigg \Biggl \Biggr "
+        r"\displaystyle \textstyle \!", "/": "⁄", "<": r"\lt", ">": r"\gt", r"\emptyset ":
+    r"\varnothing ∅", "|": r"\lvert \rvert \vert", r"\binom": r"\dbinom \tbinom",
+    **{rf"\{name} ": x for name, x in zip("alpha beta gamma theta lambda phi omega".split(),
+                                          "αβγθλφω")}, **{rf"\mathbb{{{x[0]}}}": x[1] for x in (
+        "Rℝ", "Qℚ", "Zℤ", "Nℕ", "Cℂ")},
     " ": r"\, \; \: \( \) \[ \] \quad \qquad ~ $", "-": "− –", "*": r"\cdot \times × · ⋅",
     "^": "**", r"\frac": r"\dfrac \tfrac \cfrac", "%": r"\%", "°": r"\circ \degree", r"\sqrt": "√",
     r"\{": r"\lbrace", r"\}": r"\rbrace", r"\infty ": "∞", r"\pi ": "π", r"\pm ": "±",
@@ -702,8 +716,8 @@ UNITS = {word + s: words.split()[0] for words in (  # ~: only in a text style
     "° degree", "°C degreescelsius", "°F degreesfahrenheit", r"dollar \$", "cent", "unit", "radian",
     "mm millimeter", "cm centimeter centimetre", "meter metre ~m", "km kilometer kilometre",
     "inch inche", "foot feet ft", "yard", "mile", "milehour mph", "gram ~g", "kg kilogram",
-    "mg", "pound lb", "ounce oz", "liter litre ~L", "mL ml", "second ~s", "minute min",
-    "hour hr ~h", "day", "week", "month", "year") for word in words.split() for s in ("", "s")}
+    "~mg", "pound lb", "ounce oz", "liter litre ~L", "mL ~ml", "second ~s", "minute min",
+    "hour ~hr ~h", "day", "week", "month", "year") for word in words.split() for s in ("", "s")}
 MAGNITUDES = {"": 0} | {word + s: n for word, n in {
     "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}.items()
     for s in ("", "s")}
@@ -712,14 +726,14 @@ WORD = "|".join(sorted(map(re.escape, UNITS), key=len, reverse=True))
 UNIT = re.compile(  # 5 square cm, 5 cm^2, 5 km/h, 5 m/s^2; not of 2x-3 cm
     rf"((?:[^\\a-zA-Z]|\\(?:frac|sqrt|pi|\$)|{MANY}|[eE](?=[-+\d]))*?(?:[\d}})!]|\\pi|{MANY}))"
     rf" ?(square|sq\.?|cubic)?({WORD})(?:\^\{{([23])\}})?"
-    rf"(?:(?:/|per)({WORD}|[sh])(\^\{{2\}})?)?", re.S)
+    rf"(?:(?:/|per)({WORD}|[sh]|hr)(\^\{{2\}})?)?", re.S)
 TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\*\*|.|\\", re.S)
 NAME = re.compile(  # x = …, x_1 = …, f(x) = …, (x, y) = …, \theta = …, x \in …
     r"((?:(?:[a-zA-Z]|\\[a-zA-Z]+)'*(?:_\{\w+\})?(?:\^\{-1\})?(?:\([a-zA-Z](?:,[a-zA-Z])*\))?"
     r"|\([a-zA-Z](?:,[a-zA-Z])+\))(?:=|\\in(?![a-zA-Z]) ?))(.+)", re.S)
 MATRIX = re.compile(r"(?s)\\begin\{(\w+)\}(?:\{[clr|]*\})?((?:(?!\\begin|\\end).)*)\\end\{\1\}")
 PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z]) ?")
-RELATION = re.compile(r"[<>]|\\(?:[lgn]e|in)(?![a-zA-Z])")
+RELATION = re.compile(r"([<>]|\\(?:[lgn]e|in)(?![a-zA-Z]) ?)")
 OPENING = {"(": ")", "[": ")", "{": "}", r"\{": r"\}", r"\langle": r"\rangle"}
 CLOSING = {x: x for x in OPENING.values()} | {"]": ")"}
 REAL = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?"
@@ -735,31 +749,37 @@ PLAIN = [(re.compile(old), new) for old, new in (  # the markup of a whole answe
     (r"(?s)^\s*<(.*)>\s*$", r"\\langle \1\\rangle"),  # a vector
     (TOKEN, lambda m: SPELLING.get(m[0], m[0])),
     ("[⁻⁰¹²³⁴-⁹]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
-    ("[¼-¾⅓-⅞]", lambda m: r"\frac{%s}{%s}" % (*unicodedata.normalize("NFKC", m[0]).split("⁄"),)),
+    ("[₀-₉]+", lambda m: "_{" + "".join(str("₀₁₂₃₄₅₆₇₈₉".index(c)) for c in m[0]) + "}"),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+    ("[¼-¾⅐-⅞]", lambda m: r"\frac{%s}{%s}" % (*unicodedata.normalize("NFKC", m[0]).split("⁄"),)),
     (r"([\^_])\s*(?:\{\s*(\w)\s*\}|(-?\d+|[a-zA-Z]))", r"\1{\2\3}"),  # x^2
     (r"\^\s*(?:\{\s*°\s*\}|°)", "°"),  # 30^\circ; below: 5\text{m} is a unit, 5m is not
-    (r"((?:[\d})]|\\pi)\s*\\(?:text|mathrm)\{\s*)([mgshL])(?=[\s}^/])", r"\1~\2"),
+    (r"((?:[\d})]|\\pi)\s*\\(?:text|mathrm)\{\s*)(mg|ml|hrs?|[mgshL])(?=[\s}^/])", r"\1~\2"),
     *[STYLE] * 9,  # styles in each other
     (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])",  # a list, unless it joins relations
      lambda m: m[0] if RELATION.search(m.string) else ", "),
     (r"(?<![a-zA-Z\\])(?:[A-Z][a-z]{2,}|No)(?![a-zA-Z])", lambda m: m[0].lower()),  # Yes
-    (r"(?a)(?<![\d.,])[1-9]\d{0,2}(?:(?: \d{3})+|(?:,\d{3})+(?![^()\[\]]*(?:[)\]]|\\\})))"
-     r"(?!\d|,\d| ?/)", lambda m: re.sub("[ ,]", "", m[0])),  # 1 234, 1,234; (1,234) has two
+    (r"(?a)(?<![\d.,])(?!\d+ [1-9]\d* ?/)[1-9]\d{0,2}(?:(?: \d{3})+|"  # 1 1/2 is mixed
+     r"(?:,\d{3})+(?![^()\[\]]*(?:[)\]]|\\\})))(?!\d|,\d)",
+     lambda m: re.sub("[ ,]", "", m[0])),  # 1 234, 1,234; (1,234) has two
     (r"(?<!\.)\.\s*$", ""),
     (r"\s+", " "),
+    (r"(?<=\d)e(?= [-+])", "{e}"),  # 2e - 1 is no 0.2
     (r"(\\[a-zA-Z]+ (?=[a-zA-Z])|(?<=\d) (?=\d))| ", r"\1"),  # \pi x and 1 1/2 need theirs
 )]
 RESPELL = [(re.compile(old, re.ASCII), new) for old, new in (  # of a single value
-    (r"(?<=\d)[*x]10\^\{([-+]?\d{1,3})\}(?!\w)", r"e\1"),  # 3.5*10^{4} -> 3.5e4
+    (r"(?<![\d./])(\d+\.?\d*|\.\d+)[*x]10\^\{([-+]?\d{1,3})\}(?!\w)", r"\1e\2"),  # 3.5*10^{4}
     (r"(?<![\w.}])10\^\{([-+]?\d{1,3})\}(?!\w)", r"1e\1"),
     (r"\\(frac|sqrt) ?(\\pi|[\da-zA-Z])", r"\\\1{\2}"),  # \sqrt2 -> \sqrt{2}
     (r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\}) ?(\\pi|[\da-zA-Z])", r"\1{\2}"),  # \frac{1}2
     (r"^\\frac\{-([^-+]*)$", r"-\\frac{\1"),  # \frac{-x}{2} -> -\frac{x}{2}
     (r"(?<![\w.}/^)])(\d+)/(\d+)(?![\w./^{(\\])", r"\\frac{\1}{\2}"),  # 1/2
-    (r"^([-+]?)([^-+/,()<>=\s]+)/(\d+|[a-zA-Z]|\\pi|\\sqrt\{[^{}]*\})$",
-     r"\1\\frac{\2}{\3}"),  # \sqrt{3}/2
+    (r"^([-+]?)(?:(?!.*\\(?:sin|cos|tan|cot|sec|csc|arc|ln|log|lg|exp|mod|pm|mp|min|max|lim))"
+     r"([^-+/,()<>=\s]+)|\(([^()]+)\))/(\d+|[a-zA-Z]|\\pi|\\sqrt\{[^{}]*\})$",
+     r"\1\\frac{\2\3}{\4}"),  # \sqrt{3}/2, (1+x)/2
+    (r"(?<=[\d}])\*(?=\\pi|\\sqrt)", ""),
     (r"^([-+]?\\frac\{\d+)(\}\{\d+\}) ?(\\pi|\\sqrt\{[^{}]*\}|[a-zA-Z])$", r"\1\3\2"),  # \frac23\pi
-    (r"^([-+]?\\frac\{)1(?=\\|[a-zA-Z])", r"\1"),
+    (r"^([-+]?\\frac\{)1(?=\\pi|\\sqrt|[a-df-zA-Z])", r"\1"),
     (r"(?<=[\d}])percent$", "%"),
     (r"^\+", ""),
 )]
@@ -814,22 +834,33 @@ def _form(text: str, *, names: bool, units: bool, depth: int = 6) -> str:
     if len(within) == 1 and left + right in ("()", "{}"):
         return again(inside)
     braces = within and left in ("{", r"\{")
-    if within and not braces and not PLUS_MINUS.search(inside):
-        return left + ",".join(map(again, within)) + right
+    if within and not braces and not PLUS_MINUS.search(inside):  # (5,000) is no (5,0)
+        return left + ",".join(x if re.match(r"0\d\d", x) else again(x) for x in within) + right
     if name and "=" not in name[2] and _split(name[2])[1:]:  # x = 1, 2
         parts = [name[1] + part for part in _split(name[2])]
     parts = [signed for part in (within if braces else parts or [text]) for signed in {
         PLUS_MINUS.sub(lambda m: signs[m[1] == "mp"], part)  # a \pm b is a+b and a-b
         for signs in ("+-", "-+")}]
     if braces or len(parts) > 1:
-        if len({match and match[1] for match in map(NAME.fullmatch, parts)}) > 1:
-            again = functools.partial(again, names=True)  # x = 1, y = 2 is more than 1, 2
-        parts = sorted((set if braces else list)(map(again, parts)))
+        groups = _split(text, ";") if "," in text else []  # 1, 2; 3, 4
+        named = [match and match[1] for match in map(NAME.fullmatch, parts)]
+        if len(groups) > 1:
+            parts = groups
+        elif len({*named}) > 1:  # x = 1, y = 2 is more than 1, 2
+            again = functools.partial(again, names=True)
+        parts = (set if braces else list)(map(again, parts))
+        # whose is the 2 in x = 1, 2, y = 3, or in x = 1, y = 2, x = 3, y = 1?
+        order = len({*named}) > 1 and (None in named or len({*named}) < len(named))
+        parts = parts if order else sorted(parts)
         return r"\{" + ",".join(parts) + r"\}"
     if name:
         return name[1] * names + again(name[2])
-    parts = _split(text, r"\cup")
-    return r"\cup ".join(sorted(map(again, parts))) if len(parts) > 1 else _value(text, units)
+    parts, sides = _split(text, r"\cup"), RELATION.split(text)
+    if len(parts) > 1:
+        return r"\cup ".join(sorted(again(part.strip()) for part in parts))
+    if len(sides) > 1 and all(len(_split(x)) == 1 for x in sides[::2]):  # x < 1/2
+        return "".join(x if i % 2 else again(x) for i, x in enumerate(sides))
+    return _value(text, units)
 
 
 def _split(text: str, *marks: str) -> list[str]:
@@ -866,7 +897,7 @@ def _value(text: str, units: bool) -> str:
     if match := NUMBER.fullmatch(text):
         sign, real, below, whole, p, q, percent = match.groups()
         top, bottom = Fraction(real or p), Fraction(below or q or 1)
-        if bottom and not (whole and min(top, bottom) < 0):  # 1\frac{-1}{2} is no number
+        if bottom and not (whole and not 0 < top < bottom):  # 1\frac{-1}{2} is no number
             number = (-1 if sign == "-" else 1) * (int(whole or 0) + top / bottom)
             return str(number * 10 ** MAGNITUDES[many] / (100 if percent else 1)) + unit * units
     return text + many + unit * units
@@ -891,30 +922,35 @@ def math_reward(text: str, answer: str) -> float:
     return _verdict(extract_boxed(text), answer)
 
 
-ANSWER_LINE = re.compile(  # `**Answer: 5**`, `- **Answer:** 5`: its marks, then what it says
-    r"(?im)^(?:[ \t*_#>-]*[ \t#>-])?([*_]*(?:the )?(?:final )?answer[ \t*_]*:[\s*_]*)(.*)$")
+LABEL = re.compile(r"(?im)^(?:(?:[ \t*_#>•+-]|\d+[.)])*[ \t#>•+-])?"  # - **Answer:**
+                   r"([*_]*(?:the )?(?:final )?answer[ \t*_]*:)(?=([\s*_]*)((?:[-•+] +)?))")
 
 
 def answer_reward(text: str, answer: str) -> float:
     """+1.0 if the last line `Answer: …` gives the answer, boxed or not, else −1.0: DAPO-Math."""
-    lead, last = [("", ""), *ANSWER_LINE.findall(text)][-1]
-    opened = []
-    for mark in re.findall(r"\*+|_+", lead):  # emphasis that is still open ends after the answer
+    label = [None, *LABEL.finditer(text)][-1]
+    rest = text[label.end(3) :] if label else ""
+    close = {r"\[": r"\]", "$$": "$$"}.get(rest[:2], "\n")  # displayed math has several lines
+    last, opened = rest[2 * (close != "\n") :].partition(close)[0], []
+    for mark in re.findall(r"\*+|_+", label[1] + label[2]) if label else ():
         opened.pop() if opened[-1:] == [mark] else opened.append(mark)
-    for mark in reversed(opened):
-        last = re.sub(rf"{re.escape(mark)}(\.?)\s*$", r"\1", last)
-    return _verdict(extract_boxed(last) if "boxed" in last else last, answer)
+    for mark in reversed(opened):  # emphasis that is still open ends after the answer
+        last = re.sub(rf"{re.escape(mark)}(?=\W*$|\s)", "", last, count=1)
+    box = "boxed" in last or r"\fbox" in last
+    return _verdict(extract_boxed(last) if box else last.strip("` \t\r"), answer)
 
 
+SLASH, PART = r"(?:\s?/\s?\d*\.?\d+)?", r"(?:[-+.,\d]|\{,\}){1,99}"
 TEN = r"10(?:\s?(?:\^|\*\*)\s?(?:[-−]?\d{1,3}|\{\s?[-−+]?\d{1,3}\s?\})|[⁻⁰¹²³⁴-⁹]{1,4})"
 NUMBER_IN_TEXT = re.compile(
     r"((?:(?<![\w)}])[-−–])?(?:\\?\$)?(?:"
-    rf"(?:\d+\s?)?\\[dtc]?frac(?:\s?(?:\{{(?:{TEN}|[-+.,\d]{{1,99}})\}}|\d)){{2}}|"  # \frac{1}{2}
-    rf"\d+ \d+/\d+|\d*[¼-¾⅓-⅞]|{TEN}|"  # 1 1/2, 1½, 10^4
+    rf"(?:\d+\s?)?\\[dtc]?frac(?:\s?(?:\{{\s?(?:{TEN}|{PART})\s?\}}|\d)){{2}}|"
+    rf"\d+ [1-9]\d*/\d+|(?:\d+ ?)?[¼-¾⅐-⅞]|{TEN}{SLASH}|"  # \frac{1}{2}, 1 1/2, 1½, 10^4
+    rf"\d+\s?\^\s?(?:\{{[^{{}}]{{1,9}}\}}|-?\d+)|(?<!\^)(?<!\^\{{)(?:"  # 2^{5} as a whole; no cm^2
     r"(?:[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)|"  # 1 234.5
     r"\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d)|\d*\.?\d+)(?:\.\d+)?"  # 1,234.5, .5
-    rf"(?:[eE][-+]?\d+(?!\w)|\s?(?:\\times|\\cdot|[×·*x])\s?{TEN})?(?:/\d+)?)"  # 1e4, 3 \times 10^4
-    rf"(?:\s?(?:\\text\{{\s?)?(?:{MANY})(?![a-z])\}}?)?)(\s?(?:\\?%|percent))?", re.ASCII)
+    rf"(?:[eE][-+]?\d+(?!\w)|\s?(?:\\times|\\cdot|[×·*x])\s?{TEN})?{SLASH}))"  # 1e4, 3 \times 10^4
+    rf"(?:(?:\s|\\,)?(?:\\text\{{\s?)?(?i:{MANY})(?![a-z])\}}?)?)(\s?(?:\\?%|percent))?", re.ASCII)
 
 
 def number_reward(text: str, answer: str) -> float:

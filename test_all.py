@@ -1469,6 +1469,10 @@ no solution | No solution | \text{no solution} | \textbf{No solution.}; (10,100)
 -\frac{\pi}{6} | \frac{-\pi}{6} | -\pi/6 | -\dfrac\pi6; x^2+5 | x^{2} + 5; x \leq 3 | x\le 3
 \frac{1}{\sqrt{2}} | 1/\sqrt{2} | 1/√2 | \frac1{\sqrt2}; \frac{2\pi}{3} | \frac23\pi | 2\pi/3 | 2π/3
 -\frac{\pi}{2} | -\frac12 \pi | -\frac{1}{2}\pi | -\pi/2; 25\pi | 25\pi\text{ cm}^2 | 25 \pi cm²
+10000/3 | 10 000/3 | 10,000/3 | \frac{10000}{3}; \frac{1+\sqrt{5}}{2} | (1+\sqrt5)/2 | \frac{1+√5}2
+x\le\frac{3}{2} | x \le 3/2 | x≤1.5; A\cup B | B \cup A; 2\sqrt3 | 2\cdot\sqrt{3}; \theta | θ
+x\in\mathbb{R} | x ∈ ℝ | \mathbb R; \binom{5}{2} | \dbinom{5}{2}; a_{1} | a₁; 45\text{ mg} | 45
+\emptyset | ∅ | \varnothing
 3+\sqrt2 | 3+\sqrt{2}\text{ cm} | (3+\sqrt2)\text{ cm} | (3 + \sqrt{2})
 \left( 3, \frac{\pi}{2} \right) | (3,\pi/2) | \bigl(3.0,\,\tfrac{\pi}{2}\bigr)
 \left[0,100\right) | [0, 100) | x \in [0,100) | [0,\;100.0); 0,100 | 0, 100 | 100 and 0
@@ -1494,6 +1498,11 @@ x\le 5 | x<5; 5 | \approx 5; 5 | \ne 5; x>3 or x<1 | x>3 and x<1; (1,2) | [1,2];
 2\frac{-\pi}{6} | 2-\frac{\pi}{6}; 1e16 | 1e15; <1,2,3,4> | <1,3,2,4>; 5 thousand | 5 million; C | D
 \begin{vmatrix}1\end{vmatrix} | \begin{pmatrix}1\end{pmatrix}; 72 | 27; 72 | -72; (1,234) | 1234
 \begin{pmatrix}1,2\end{pmatrix} | \begin{pmatrix}2,1\end{pmatrix}; (1,2) | (2,1); 1,2 | 1; 52_8 | 52
+x=1,y=2 \text{ or } x=2,y=1 | x=1,y=1 \text{ or } x=2,y=2; x=1,2,y=3 | x=1,y=3,2
+10 000/3 | 10; 5 000/1 | 5; 1 234/5 | 1.5; 1/3 \cdot 10^4 | 1/30000; 2e - 1 | 0.2
+100/0.5*10^{2} | 2; \frac{1\frac{1}{2}}{3} | \frac{\frac12}{3}; \frac12mg | \frac{1}{2}; 2ml^2 | 2
+(5,000\%) | (5,0); (2,000/1) | (2,0); (2,012) | (2,12); 2\frac{3}{2} | 7/2; \ln1/2 | \frac{\ln1}{2}
+\sin\pi/6 | \frac{\sin\pi}{6}; x \le 3/2 | x < 3/2; x<1/2 | x<1/3; A\cup B | A\cup C; 3e + 2 | 300
 x=1, y=2 | 2, 1; x=1, y=2 | 1, 2; \sin 30 | \sin 30^\circ; 2x-3 | 2x-3\text{ cm}; x | x\text{ cm}
 5 million | 5 m; \frac{2}{3}\pi | \frac{2}{3\pi}; 1/2\sqrt{2} | \frac{1}{2\sqrt{2}}; 3n | 3n\,mi
 0.333 | 1/3; x^2 | x2; 10 | 1; \frac{1}{0} | \frac{2}{0}; 2^{10} | 1024; 2\cdot\frac12 | 2.5
@@ -1519,7 +1528,8 @@ def test_rollout_box_is_the_last_one_closed():
         r"\boxed{\{1, 2\}}": r"\{1, 2\}", r"\boxed{\left\{ x \right.}": r"\left\{ x \right.",
         r"a stray { and \fbox {7} }": "7", r"}} \boxed{3}": "3", r"\boxed{\boxed{4}}": "4",
         r"\boxed{6 \text{or \fbox{8}} 9}": "8", r"\boxed{}": "", r"\boxed{a\\}": r"a\\",
-        r"so $\boxed 12$. As asked, in \boxed form": "12"}
+        r"so $\boxed 12$. As asked, in \boxed form": "12", r"so \boxed 5, as": "5",
+        r"\boxed 5^2": None}
     assert {text: extract_boxed(text) for text in cases} == cases
 
 
@@ -1533,7 +1543,12 @@ def test_rollout_box_is_the_last_one_closed():
     (number_reward, "0.75", ["x is 3/4", r"equals \frac{3}{4}", ".75"], ["3", "4"]),
     (number_reward, "-7/2", ["It is -3.5.", "−3.5"], ["3.5"]),
     (number_reward, "50", ["50%", r"\boxed{50}", "#### 50", "about $50."], ["0.5"]),
-    (number_reward, "1,000", ["1{,}000"], ["1, 0"]),
+    (number_reward, "1,000", ["1{,}000", r"\frac{2{,}000}{2}", r"\frac{ 3000 }{ 3 }", "3000 / 3",
+                              "10^4/10", "10**3", "1000 cm^2", r"\boxed{1000\text{ cm}^{2}}"],
+     ["1, 0", "1000^2", "2^{1000}"]),
+    (number_reward, "5000000", ["5 Million", r"5\,\text{million}", "5 000 000 km^2", "5 millions"],
+     ["5", "5 million and 1"]),
+    (number_reward, "1.5", ["1½", "1 ½", "1 1/2", "3.0/2.0"], ["½", "2 000/3"]),
     (rollout.VERIFIERS["answer"], "34", [  # case 35
         "So.\nAnswer: 34", r"So.\nAnswer: \boxed{34}".replace(r"\n", "\n"), "**Answer:** $34$",
         "**Answer: 34**", "Answer:\n34", "Answer: 1\nAnswer: 34", "### Final answer: 34.",
@@ -1544,8 +1559,11 @@ def test_rollout_box_is_the_last_one_closed():
         "Answer: z^*", "* Answer: z^*", "**Answer:** z^*", "**Answer: z^***",
         "_Answer:_ **$z^*$**.", "**Answer:**\n**z^***"],
      ["Answer: z", "**Answer: z^**", "Answer: z^**"]),
-    (rollout.VERIFIERS["answer"], "5", ["- **Answer: 5**.", "Answer: **5**", "__Answer: 5__"],
-     ["Answer: 5**2"])])
+    (rollout.VERIFIERS["answer"], "5", [
+        "- **Answer: 5**.", "Answer: **5**", "__Answer: 5__", "Answer:\n- 5", "Answer: - 5",
+        "**Final Answer:**\n\\[\n\\boxed{5}\n\\]", "Answer:\n$$\n5\n$$", "1. **Answer:** 5",
+        "### Final Answer:\n\n**Answer: 5**", "• Answer: 5", "+ Answer: `5`", "Answer: **5** cm",
+        r"Answer: \fbox{5}"], ["Answer: 5**2", "Answer: $$\n6\n$$ 5", "Answer: -5"])])
 def test_rollout_verdicts_by_hand(verify, answer, right, wrong):
     """The last box, the last number by its value, the last line `Answer: …`, boxed or not."""
     assert [verify(text, answer) for text in right + wrong] == [1.0] * len(right) + [-1.0] * len(
@@ -1695,14 +1713,14 @@ def test_rollout_every_layout_and_answer_loads(tmp_path, capsys):
     golds = {b'"[\\"76\\"]"': "76", b'["76"]': "76", b"[76]": "76", b'"[76]"': "76",
              b"\"['76']\"": "76", b"1e16": "1" + "0" * 16, b"0.00001": "0.00001", b"-0.0": "-0.0",
              b"4.5e33": "45" + "0" * 32, b'"4.5e33"': "4.5e33", b'"1/2"': "1/2", b'"yes"': "yes",
-             b'"[0, 1]"': "[0, 1]", b'"\\\\sqrt{2}"': r"\sqrt{2}"}
+             b'"[0, 1]"': "[0, 1]", b'"[2.5]"': "2.5", b'"\\\\sqrt{2}"': r"\sqrt{2}"}
     rows = [b'{"question": "q", "reward_model": {"ground_truth": %s}}' % x for x in golds]
     path = _rollout_file(tmp_path, b"\xef\xbb\xbf" + layouts, *rows)
     expected += [("q", x) for x in golds.values()]
     assert load_problems(path) == [Problem(prompt, answer) for prompt, answer in expected]
     rollout.load_data(path, "", 1)
     assert capsys.readouterr().out.startswith(
-        "answers: number 15 · fraction 2 · list 2 · text 1 · expression 1\n")
+        "answers: number 16 · fraction 2 · list 2 · text 1 · expression 1\n")
     with pytest.raises(ValueError, match="problems.jsonl: expected one JSON object per line"):
         load_problems(_rollout_file(tmp_path, b"", b" "))
 
@@ -1718,6 +1736,8 @@ def test_rollout_every_layout_and_answer_loads(tmp_path, capsys):
     (".*found none", [{}]),
     ("question: .*not empty", [{"question": " \n", "answer": "1"}]),
     ("question: .*found 5", [{"question": 5, "answer": "1"}]),
+    ("question: .*in it", [{"question": x, "answer": "1"} for x in (
+        "2 \times 3", "\theta", "\right)", "a \neq b", "\beta")]),
     (r"question: .*found '.x0crac' in it", [{"question": "Is \frac{1}{2} 1?", "answer": "1"}]),
     ("prompt: .*user", [{"prompt": x, "answer": "1"} for x in (
         [], ["q"], [{"role": "user"}], [{"role": "system", "content": "q"}],
@@ -1725,7 +1745,8 @@ def test_rollout_every_layout_and_answer_loads(tmp_path, capsys):
     ("answer: expected a text or a number", [
         {"question": "q", "answer": x} for x in (["1", "2"], True)]),
     ("answer: expected an answer", [{"question": "q", "answer": x} for x in ("5 #### ", "")]),
-    ("solution: expected a closed", [{"problem": "q", "solution": r"\boxed{5"}]),
+    ("solution: expected a closed", [{"problem": "q", "solution": x} for x in (
+        r"\boxed{5", r"\boxed 3\frac{1}{2}", r"\boxed 2^{10}", r"\boxed 5cm")]),
     ("reward_model.ground_truth: expected a", [  # a gold that no reply can meet
         b'{"question": "q", "reward_model": {"ground_truth": 1e999999}}',
         *({"question": "q", "reward_model": {"ground_truth": x}} for x in (
@@ -1733,7 +1754,8 @@ def test_rollout_every_layout_and_answer_loads(tmp_path, capsys):
             "[null]", True, float("nan"), float("inf"), "NaN", "null", " ", "5}", "{5",
             "\frac{1}{2}", "3 \times 5", r"\text{}", '["\\frac{1}{2}"]', "\theta", "2\tan x",
             "\rho", "\ne 5", "\nabla f", "\boxed{\theta}", "5\u200b", "\ufeff5", "\ud800",
-            "\ue000")),
+            "\ue000", "5,", ",5", "1, 2,", "?", "-", "N/A", '"5"', "`5`", "# 5", "**5**",
+            r"\\frac{1}{2}", "[1/2]", "[x]", "The answer is 5.", "５", "a #### 5\nmore", "\nparallel")),
         b'{"question": "q", "reward_model": {"ground_truth": "\\\\boxed{\\tau}"}}']),
     ("expected a JSON object, found broken", [
         b'{"question": "q", "answer": 1e99999999999999999999}'])])
