@@ -1755,7 +1755,8 @@ def test_rollout_every_layout_and_answer_loads(tmp_path, capsys):
             "\frac{1}{2}", "3 \times 5", r"\text{}", '["\\frac{1}{2}"]', "\theta", "2\tan x",
             "\rho", "\ne 5", "\nabla f", "\boxed{\theta}", "5\u200b", "\ufeff5", "\ud800",
             "\ue000", "5,", ",5", "1, 2,", "?", "-", "N/A", '"5"', "`5`", "# 5", "**5**",
-            r"\\frac{1}{2}", "[1/2]", "[x]", "The answer is 5.", "５", "a #### 5\nmore", "\nparallel")),
+            r"\\frac{1}{2}", "[1/2]", "[x]", "The answer is 5.", "５", "a #### 5\nmore",
+            "\nparallel")),
         b'{"question": "q", "reward_model": {"ground_truth": "\\\\boxed{\\tau}"}}']),
     ("expected a JSON object, found broken", [
         b'{"question": "q", "answer": 1e99999999999999999999}'])])
