@@ -791,11 +791,12 @@ def canonical(text: str, *, names: bool = False, units: bool = False) -> str:
     A number is an exact fraction: 0.5, 50/100, \frac12, 5 \times 10^{-1}, 5e-1 and 50\% are 1/2,
     1 1/2 is 3/2, 1,234 is 1234, 5 million is 5000000. Entry by entry: tuples, intervals, matrices
     (order and brackets count; a pmatrix is a bmatrix), \{sets\} and lists (comma, semicolon, and,
-    or; \pm is a list of two; order does not count), unions. It drops spaces, markup, text styles
-    (STYLE), thousands separators; brackets around the whole of one answer, (C) is C; one full stop
-    at the end; a word's capital; a name before `=` or `\in` unless `names` or others have another
-    name (x = 1, y = 2); a unit of UNITS after a number unless `units`. Nothing else goes: letters,
-    other words, percent, i, inequalities, a.m. are part of the answer.
+    or; \pm is a list of two; order does not count, between commas a semicolon parts lists), unions,
+    the sides of < and >. It drops spaces, markup, text styles (STYLE), thousands separators;
+    brackets around the whole of one answer, (C) is C; one full stop at the end; a word's capital; a
+    name before `=` or `\in` unless `names` or others have another name (x = 1, y = 2); a unit of
+    UNITS after a number unless `units`. Nothing else goes: letters, other words, percent, i,
+    inequalities, a.m. are part of the answer.
     """
     if len(text) > MAX_CHARS:
         return text
@@ -834,8 +835,9 @@ def _form(text: str, *, names: bool, units: bool, depth: int = 6) -> str:
     if len(within) == 1 and left + right in ("()", "{}"):
         return again(inside)
     braces = within and left in ("{", r"\{")
-    if within and not braces and not PLUS_MINUS.search(inside):  # (5,000) is no (5,0)
-        return left + ",".join(x if re.match(r"0\d\d", x) else again(x) for x in within) + right
+    if within and not braces and not PLUS_MINUS.search(inside):
+        grouped = any(re.match(r"0\d\d", x) for x in within)  # (5,000) is no (5,0)
+        return left + ",".join(within if grouped else map(again, within)) + right
     if name and "=" not in name[2] and _split(name[2])[1:]:  # x = 1, 2
         parts = [name[1] + part for part in _split(name[2])]
     parts = [signed for part in (within if braces else parts or [text]) for signed in {
