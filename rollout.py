@@ -516,7 +516,7 @@ NO_ANSWER = re.compile("|".join((
     r"^[-?.:!\s]*$", r"^\s*[,;`#\"']", r"[,;`]\s*$", r"\*\*.+\*\*", r"(?i:\banswer\b.*\d)")))
 BENT = re.compile(  # the same in a prompt, where a tab before a word may be meant
     r"[\x08\f][a-zA-Z]{0,9}|\t(?:imes|heta|ext(?:bf|it|rm)?\{|frac|riangle|herefore|ilde)"
-    r"|\r(?:ight|ho|angle|floor|ceil|brace)|\n(?:eq|abla|otin|mid|leq|geq)\b")
+    r"|\r(?:ight|ho|angle|floor|ceil|brace)|\n(?:abla|otin|leq|geq)\b")
 
 
 @dataclass(frozen=True)

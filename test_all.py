@@ -1738,7 +1738,7 @@ def test_rollout_every_layout_and_answer_loads(tmp_path, capsys):
     ("question: .*not empty", [{"question": " \n", "answer": "1"}]),
     ("question: .*found 5", [{"question": 5, "answer": "1"}]),
     ("question: .*in it", [{"question": x, "answer": "1"} for x in (
-        "2 \times 3", "\theta", "\right)", "a \neq b", "\beta")]),
+        "2 \times 3", "\theta", "\right)", "a \notin b", "\beta")]),
     (r"question: .*found '.x0crac' in it", [{"question": "Is \frac{1}{2} 1?", "answer": "1"}]),
     ("prompt: .*user", [{"prompt": x, "answer": "1"} for x in (
         [], ["q"], [{"role": "user"}], [{"role": "system", "content": "q"}],

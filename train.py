@@ -1510,7 +1510,7 @@ def own_folder(out: str, resumes: bool = False) -> Any:
     outer = [x.parent for x in (y / ".lock" for y in Path(out).resolve().parents)
              if x.is_file() and x.read_text(errors="replace").startswith("process ")]
     expect("out", "a folder outside of other runs", f"{out} in the run {outer and outer[0]}",
-           not outer)
+           resumes or not outer)
     os.makedirs(out, exist_ok=True)
     there = sorted(os.listdir(out))  # a run's folder has a lock, and a resumed one may hold notes
     foreign = [x for x in there if x.split(".")[0] not in RUN_FILES or ".lock" not in there]
