@@ -740,8 +740,8 @@ REAL = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?"
 NUMBER = re.compile(rf"(?a)([-+]?)(?:({REAL})(?:/({REAL}))?|"
                     rf"(\d*) ?\\frac\{{([-+]?{REAL})\}}\{{([-+]?{REAL})\}})(%?)")
 RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
-STYLE = (r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|emph)\s*"
-         r"\{((?:[^{}]|\^\{\w\})*)\}", r" \1 ")
+STYLE = (r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|boldsymbol|mbox|operatorname|"
+         r"emph)\s*\{((?:[^{}]|\^\{\w\})*)\}", r" \1 ")
 PLAIN = [(re.compile(old), new) for old, new in (  # the markup of a whole answer, in this order
     (r"\\(?:left|right)\s*\.", ""),  # an invisible bracket
     (r"^([^$\\]*)\$([^$]*)$", r"\1\\$\2"),  # a dollar; two of them are math
@@ -768,6 +768,9 @@ PLAIN = [(re.compile(old), new) for old, new in (  # the markup of a whole answe
     (r"(\\[a-zA-Z]+ (?=[a-zA-Z])|(?<=\d) (?=\d))| ", r"\1"),  # \pi x and 1 1/2 need theirs
 )]
 RESPELL = [(re.compile(old, re.ASCII), new) for old, new in (  # of a single value
+    (r"^([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}(?=%?$)",  # 0.\overline{3} -> \frac{3}{9}
+     lambda m: r"%s\frac{%d}{%d}" % (m[1], int(m[2] + m[3] + m[4]) - int(m[2] + m[3] or 0),
+                                     10 ** len(m[3] + m[4]) - 10 ** len(m[3]))),
     (r"(?<![\d./])(\d+\.?\d*|\.\d+)[*x]10\^\{([-+]?\d{1,3})\}(?!\w)", r"\1e\2"),  # 3.5*10^{4}
     (r"(?<![\w.}])10\^\{([-+]?\d{1,3})\}(?!\w)", r"1e\1"),
     (r"\\(frac|sqrt) ?(\\pi|[\da-zA-Z])", r"\\\1{\2}"),  # \sqrt2 -> \sqrt{2}
@@ -789,14 +792,14 @@ def canonical(text: str, *, names: bool = False, units: bool = False) -> str:
     r"""One spelling for answers that mean the same.
 
     A number is an exact fraction: 0.5, 50/100, \frac12, 5 \times 10^{-1}, 5e-1 and 50\% are 1/2,
-    1 1/2 is 3/2, 1,234 is 1234, 5 million is 5000000. Entry by entry: tuples, intervals, matrices
-    (order and brackets count; a pmatrix is a bmatrix), \{sets\} and lists (comma, semicolon, and,
-    or; \pm is a list of two; order does not count, between commas a semicolon parts lists), unions,
-    the sides of < and >. It drops spaces, markup, text styles (STYLE), thousands separators;
-    brackets around the whole of one answer, (C) is C; one full stop at the end; a word's capital; a
-    name before `=` or `\in` unless `names` or others have another name (x = 1, y = 2); a unit of
-    UNITS after a number unless `units`. Nothing else goes: letters, other words, percent, i,
-    inequalities, a.m. are part of the answer.
+    0.\overline{3} is 1/3, 1 1/2 is 3/2, 1,234 is 1234, 5 million is 5000000. Entry by entry:
+    tuples, intervals, matrices (order and brackets count; a pmatrix is a bmatrix), \{sets\} and
+    lists (comma, semicolon, and, or; \pm is a list of two; order does not count, between commas a
+    semicolon parts lists), unions, the sides of < and >. It drops spaces, markup, text styles
+    (STYLE), thousands separators; brackets around the whole of one answer, (C) is C; one full stop
+    at the end; a word's capital; a name before `=` or `\in` unless `names` or others have another
+    name (x = 1, y = 2); a unit of UNITS after a number unless `units`. Nothing else goes: letters,
+    other words, percent, i, inequalities, a.m. are part of the answer.
     """
     if len(text) > MAX_CHARS:
         return text
@@ -947,7 +950,7 @@ TEN = r"10(?:\s?(?:\^|\*\*)\s?(?:[-−]?\d{1,3}|\{\s?[-−+]?\d{1,3}\s?\})|[⁻�
 NUMBER_IN_TEXT = re.compile(
     r"((?:(?<![\w)}])[-−–])?(?:\\?\$)?(?:"
     rf"(?:\d+\s?)?\\[dtc]?frac(?:\s?(?:\{{\s?(?:{TEN}|{PART})\s?\}}|\d)){{2}}|"
-    rf"\d+ [1-9]\d*/\d+|(?:\d+ ?)?[¼-¾⅐-⅞]|{TEN}{SLASH}|"  # \frac{1}{2}, 1 1/2, 1½, 10^4
+    rf"\d*\.\d*\\overline\{{\d+\}}|\d+ [1-9]\d*/\d+|(?:\d+ ?)?[¼-¾⅐-⅞]|{TEN}{SLASH}|"  # 1 1/2, 1½
     rf"\d+\s?\^\s?(?:\{{[^{{}}]{{1,9}}\}}|-?\d+)|(?<!\^)(?<!\^\{{)(?:"  # 2^{5} as a whole; no cm^2
     r"(?:[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)|"  # 1 234.5
     r"\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d)|\d*\.?\d+)(?:\.\d+)?"  # 1,234.5, .5
