@@ -757,6 +757,8 @@ def _demo_critic(folder: str | None) -> tuple[GenCritic, Callable]:
             prompts, [actor(text).input_ids + eos_id for text in REPLIES], pad_id), None)
         return GenCritic(nn.Linear(1, 1), actor, actor, [actor.eos_token_id], RunningSuccess(),
                          SIZE, COMPACT), written
+    if not os.path.isdir(folder):
+        raise ValueError(f"--critic: expected a folder with a language model, found {folder}")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -2846,7 +2846,7 @@ TRAIN_ENDS = r"""--method no|--method: expected one of s3ac; --steps x|invalid i
 --shard-size 3|--shard-size: expected a divisor of the 4 processes; --rollout-batch 6|4 processes
 --stop ab|--stop: expected texts of one ; --stop ,|none of them empty; --pool . --method spo|--pool:
 --critic . --method spo|--critic: expected a method with; --critic-rank 2 --method spo|--critic-rank
---model BASE --verifier boxed|--data: expected a JSONL
+--model BASE --verifier boxed|--data: expected a JSONL; --verifier number|--data: expected a JSONL
 --pretrain none --critic-lr 1e12 --keep 1|not finite|0; --method spo --loss nan|not finite 5 times|0
 --method genac --critic BASE --reply 8 --context 60|no parsable reply in 5 calls|4
 --method spo --response-high 0.9|nothing was learned in 5 steps|0
@@ -3623,7 +3623,8 @@ def test_project_demos_refuse_in_one_sentence(tmp_path):
         [sys.executable, *line.split(" ")], cwd=PROJECT, stdout=-1,
         stderr=-1, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})) for line in (
         "gae.py --foo", "actor_loss.py --foo", "critic.py --hidden 7", "daps.py --batch 5000",
-        "rollout.py --seed -1", "value_pretrain.py --pool=", f"genac.py --critic {tmp_path}")]
+        "rollout.py --seed -1", "value_pretrain.py --pool=", f"genac.py --critic {tmp_path}",
+        "genac.py --critic no", "-m figures.head --model no")]
     for line, run in runs:
         out, error = run.communicate()
         last = error.strip().splitlines()[-1]

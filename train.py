@@ -808,9 +808,8 @@ def requirements(cfg: Config) -> Iterator[tuple[str, str, Any]]:
     yield "reply", f"less than --context {cfg.context}", cfg.reply < cfg.context
     yield ("data", "--model beside it, since the embedded policy knows only the embedded task",
            cfg.model or not cfg.data)
-    yield "data", "a JSONL file beside --model (or --verifier chain, for the embedded task)", (
-        cfg.data or not cfg.model or cfg.verifier not in (
-            *BOXES, "answer", "number"))
+    yield "data", "a JSONL file and --model (or --verifier chain, for the embedded task)", (
+        cfg.data or cfg.verifier not in (*BOXES, "answer", "number"))
     yield "sampler", "generate for --router-replay, since it notes the expert choices", (
         not cfg.router_replay or cfg.sampler == "generate")
     yield "device", "auto, cpu or cuda[:N]", re.fullmatch(r"auto|cpu|cuda(:\d+)?", cfg.device)
@@ -854,8 +853,8 @@ def required_files(cfg: Config) -> Iterator[tuple[str, str, Any]]:
     yield "write_prompts", "a file that is not there yet, in a folder that is", (
         not cfg.write_prompts or not os.path.exists(cfg.write_prompts)
         and os.path.isdir(os.path.dirname(cfg.write_prompts) or "."))
-    yield "pool", "a folder with a trajectory pool", (
-        not cfg.pool or os.path.isfile(os.path.join(cfg.pool, "index.bin")))
+    yield "pool", "a folder with a trajectory pool (index.bin, tokens.bin)", not cfg.pool or all(
+        os.path.isfile(os.path.join(cfg.pool, x)) for x in ("index.bin", "tokens.bin"))
     kind, file, n = {
         "generative": ("the folder of a language model that gives scores", "config.json", 1),
         "critics": ("the folders of two critics, separated by a comma", HEAD_FILE, 2),

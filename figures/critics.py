@@ -58,7 +58,7 @@ SIZES = {  # name: default, with --tiny, what it is
     "steps": (16, 1, "of the RL stage"), "batch": (64, 8, "responses in each"),
     "lr": (1e-4, 1e-4, "of both kinds in the RL stage"),
     "truth": (400, 4, "states of the policy whose true p is sampled"),
-    "k": (64, 2, "continuations of each"), "rl_steps": (14, 2, "of the actor"),
+    "k": (64, 2, "continuations of each"), "rl_steps": (40, 2, "of the actor"),
     "eval_problems": (414, 4, "held-out problems of a run")}
 TRAIN = {"train": (False, False, "only the critic for RL, and its table")}
 

@@ -89,14 +89,15 @@ def print_grid(grid: dict[str, list[dict[str, dict]]]) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Pools, cells and tables of the tiny model and of --model."""
+    given = args.model and lab.model_folder(args.model)  # before the base policy, which takes long
     base, folder = lab.base_policy(args.tiny), args.folder
     models = {"tiny": (base, range(1, args.seeds + 1), (32, 1e-3))}  # trajectories a step, lr
     pools = [lab.Job("pool-tiny", pool_job, (f"{folder}/tiny", ((base, 1.0),), args.size, False))]
-    if args.model:
-        name = os.path.basename(os.path.normpath(args.model))
-        models[name] = args.model, range(1, 2), (8, 1e-4)
+    if given:
+        name = os.path.basename(os.path.normpath(given))
+        models[name] = given, range(1, 2), (8, 1e-4)
         pools.append(lab.Job(f"pool-{name}", demonstrations_job, (
-            f"{folder}/{name}", args.model, 300)))
+            f"{folder}/{name}", given, 300)))
     grid = {(name, std): [lab.Job(f"{name}-std-{i}-seed-{seed}", std_job, (
         path, f"{folder}/{name}", std, seed, *sizes), quiet=True) for seed in seeds]
         for name, (path, seeds, sizes) in models.items() for i, std in enumerate(STDS)}

@@ -185,6 +185,13 @@ def base_policy(tiny: bool) -> str:
         rollout.build_base())
 
 
+def model_folder(path: str) -> str:
+    """The path; ValueError where no Hugging Face model is: transformers would ask the hub."""
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise ValueError(f"--model: expected a folder with config.json, found {path}")
+    return path
+
+
 def policy(model: str, critic: str = "") -> train.Run:
     """The policy of the embedded task in a folder, as train.respond wants it, and its critic."""
     flags = ["--critic", critic] if critic else ["--method", "grpo"]

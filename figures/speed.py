@@ -185,6 +185,7 @@ def sampler_case(folder: str, n: int) -> tuple[nn.Module, list[int], list[list[i
     """Model, ids that end a response, n prompts: of a folder, or a random 4-layer Llama that draws
     all tokens alike, so that lengths are geometric, and the same in law for every sampler."""
     if folder:
+        lab.model_folder(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE).to(DEVICE)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         problems = [rollout.Problem(f"What is {i} plus {i + 7}?", "") for i in range(n)]
