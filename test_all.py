@@ -3129,7 +3129,8 @@ def test_train_borders_stopped_before_the_first_step(train_go, monkeypatch, caps
 
 
 def test_train_few_wrong_responses_do_not_end_a_run(train_go, monkeypatch, capsys):
-    """In small batches all may be wrong by chance: the run ends after 256 and five steps."""
+    """In small batches all may be wrong by chance: the run ends after 256 and five steps. One that
+    has learned and is always right has an evaluation and status 0."""
     flags = "--method spo --verifier no --max-response 2 --steps"
     assert train_go(f"{flags} 7 --out r") == 0
     assert "step 7: nothing was learned, since no response was right" in capsys.readouterr().out
@@ -3140,6 +3141,12 @@ def test_train_few_wrong_responses_do_not_end_a_run(train_go, monkeypatch, capsy
         n := next(calls)) < 32 and n % 2 else -1.0)
     assert train_go("--method spo --verifier no --steps 40 --out s") == 1
     assert "step 35: nothing was learned in 32 steps in a row" in capsys.readouterr().err
+    monkeypatch.setitem(rollout.VERIFIERS, "yes", lambda *_: -1.0 if (
+        n := next(calls)) < 32 and n % 2 else 1.0)
+    calls = itertools.count()  # then all is right: the run has learned, and ends as others do
+    assert train_go("--method rloo --k 4 --verifier yes --max-response 99 --steps 40 --out t") == 0
+    assert "in a row, since all responses were right: training ends" in capsys.readouterr().out
+    assert json.load(open("t/result.json"))["after"]["eval/avg@2"] == 1
 
 
 def test_train_borders_prompts_targets_and_health(train_base, tmp_path, monkeypatch, capsys):

@@ -1915,7 +1915,7 @@ BAR = [("success", "rollout/success", ".2f"), ("length", "rollout/length", ".0f"
 
 def train(run: Run) -> None:
     """Steps up to cfg.steps, with metrics, evaluations, checkpoints; Ctrl-C ends after a step."""
-    cfg, idle, lost = run.cfg, 0, 0  # steps in a row that learned nothing, and their responses
+    cfg, learned, idle, lost = run.cfg, False, 0, 0  # steps without learning, their responses
     bar = tqdm(total=cfg.steps, initial=run.step, desc=cfg.method, disable=run.rank > 0)
     with bar, ctrl_c(run):
         while run.step < cfg.steps:
@@ -1927,15 +1927,14 @@ def train(run: Run) -> None:
                 run.sound, run.best = run.step - 1, max(run.best, right)
             norm = metrics.get("actor/grad_norm", float(cfg.freeze_actor))  # none, or of 0
             if right and norm:
-                idle = lost = 0
+                learned, idle, lost = True, 0, 0
             else:  # a few responses may all be right, or all wrong, by chance
                 idle += 1
                 lost += metrics["rollout/sampled"] if right in (0, 1) else 256
-            if idle:
-                tqdm.write(f"step {run.step}: nothing was learned, since " + (
-                    "no token was kept, no gradient was finite, or all groups were uniform "
-                    "(mismatch/…, actor/grad_norm in metrics.jsonl)"
-                    if right else "no response was right"))
+                why = {0: "no response was right", 1: "all responses were right"}.get(
+                    right, "no token was kept, no gradient was finite, or all groups were uniform "
+                    "(mismatch/…, actor/grad_norm in metrics.jsonl)")
+                tqdm.write(f"step {run.step}: nothing was learned, since {why}")
             if cfg.show_every and (run.step - 1) % cfg.show_every == 0 and run.rank == 0:
                 tqdm.write(show_response(run, batch))
             if cfg.eval_every and run.step % cfg.eval_every == 0 and run.step < cfg.steps:
@@ -1947,7 +1946,10 @@ def train(run: Run) -> None:
             if cfg.save_every and run.step % cfg.save_every == 0 and not idle:
                 save(run)
             if idle >= 5 and lost >= 256:
-                raise RuntimeError(f"step {run.step}: nothing was learned in {idle} steps in a row")
+                end = f"step {run.step}: nothing was learned in {idle} steps in a row, since {why}"
+                if learned and right == 1:  # so there is nothing left to learn
+                    return print(f"{end}: training ends here")
+                raise RuntimeError(end)
             if metrics["run/stop"]:
                 save(run)
                 raise KeyboardInterrupt

@@ -358,7 +358,7 @@ def rl_job(method: str, seed: int, steps: int, s: Namespace, base: str, *more: s
     """A training run; the limit of 64 makes segments of WIDTH tokens, two steps."""
     flags = (f"--preset tiny --method {method} --seed {seed} --steps {steps} --token-budget "
              f"{TOKENS} --rollout-batch {s.batch} --eval-problems {s.eval_problems} "
-             f"--max-response {16 * WIDTH}")
+             f"--eval-every 20 --max-response {16 * WIDTH}")
     return lab.training(f"{method}-{seed}{end}" if seed else "rl", [
         *flags.split(), "--model", base, *more])
 
