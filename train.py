@@ -537,11 +537,11 @@ PRESETS = {
     # a --model of up to about 0.5B, --data with short numbers as answers, a CPU or a small GPU.
     # At temperature 1 such a model rambles, and its answer ends with the sentence
     "small": dict(
-        steps=20, rollout_batch=64, mini_batches=2, max_prompt=256, max_response=16,
+        steps=10, rollout_batch=64, mini_batches=2, max_prompt=256, max_response=16,
         temperature=0.5, eval_temperature=0.5, stop=r".,\n,\n\n", verifier="number",
         instruction="", lr=1e-5, critic_lr=5e-5, pool_size=64, pool_temperatures="0.8,0.5,0.3",
         pretrain_batch=16, pretrain_lr=1e-4, pretrain_lr_final=3e-5, daps_uniform=5, daps_ramp=10,
-        eval_problems=96, eval_k=2, eval_every=10, token_budget=4096),
+        eval_problems=96, eval_k=2, eval_every=5, token_budget=4096),
     # the paper's public settings, single rollout; one 8-GPU node. Its groups: --k 16
     "qwen2.5-math-1.5b": PAPER | dict(model="Qwen/Qwen2.5-Math-1.5B", max_response=3072, eval_k=16),
     "r1-distill-1.5b": PAPER | dict(
