@@ -809,7 +809,7 @@ def requirements(cfg: Config) -> Iterator[tuple[str, str, Any]]:
     yield ("data", "--model beside it, since the embedded policy knows only the embedded task",
            cfg.model or not cfg.data)
     yield "data", "a JSONL file and --model (or --verifier chain, for the embedded task)", (
-        cfg.data or cfg.verifier not in (*BOXES, "answer", "number"))
+        cfg.data or cfg.verifier not in ((*BOXES, "answer", "number") if cfg.model else ["number"]))
     yield "sampler", "generate for --router-replay, since it notes the expert choices", (
         not cfg.router_replay or cfg.sampler == "generate")
     yield "device", "auto, cpu or cuda[:N]", re.fullmatch(r"auto|cpu|cuda(:\d+)?", cfg.device)
